@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.torch_versions import is_dynamo_tracing
+
 
 def class_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return a method of a module's class as it is now, bound, whatever the module itself has.
@@ -47,6 +49,12 @@ class ClassMethod:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
         self._kept: Callable[..., Any] | None = None
+        # Dynamo cannot look methods up on some of diffusers' classes.
+        self._shown = class_method(module, name)
+
+    def show(self) -> None:
+        """Show Dynamo the method that the class has now, in place of the one before."""
+        self._shown = class_method(self._module, self._name)
 
     @property
     def bound(self) -> Callable[..., Any]:
@@ -74,8 +82,11 @@ class ClassMethod:
     def follow(self) -> None:
         """Follow the class again, since nothing stands in the method's place any more."""
         self._kept = None
+        self.show()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing():
+            return (self._shown if self._kept is None else self._kept)(*args, **kwargs)
         return self.bound(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:

@@ -37,7 +37,7 @@ from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.running.text_kv import stamp_of
 from onediff_ext.engine.stand_in import StandIn
-from onediff_ext.engine.torch_versions import OutOfMemoryError
+from onediff_ext.engine.torch_versions import OutOfMemoryError, is_dynamo_tracing
 from onediff_ext.engine.validity.foreign_code import replaced_methods
 from onediff_ext.engine.validity.model_state import ModelState
 from onediff_ext.engine.weak_tensors import WeakTensors, parts_of
@@ -115,6 +115,8 @@ class PassThrough(StandIn):
         return copy.deepcopy(self._forward, memo)  # a copied model does all of its work
 
     def __call__(self, x: torch.Tensor) -> Any:
+        if is_dynamo_tracing():
+            return self._forward(x)
         if self.done.now:
             return x
         if isinstance(self._forward, ClassMethod):

@@ -12,6 +12,9 @@ class StandIn:
     diffusers' step caches are such wrappers: a copy of the model would copy the session, which
     cannot be copied, and a wrapper that outlives a compilation would keep all of it alive. So
     wrappers find no attributes.
+
+    While Dynamo traces a call of it (`torch_versions.is_dynamo_tracing`), it only calls the method
+    that it replaced: a user's own `torch.compile` compiles the host's code.
     """
 
     @property

@@ -25,6 +25,15 @@ OutOfMemoryError: type[RuntimeError] = (
     torch.OutOfMemoryError if hasattr(torch, "OutOfMemoryError") else torch.cuda.OutOfMemoryError
 )
 
+
+def _no_dynamo() -> bool:
+    return False
+
+
+# True only where Dynamo traces the call, for `torch.compile` or a strict `torch.export`. In Python
+# it is False, also while another thread is traced, which `is_compiling` does not promise.
+is_dynamo_tracing: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", _no_dynamo)
+
 # The oldest release whose `torch.export` makes programs of blocks with dynamic sizes.
 OLDEST_FOR_GRAPHS = (2, 6)
 

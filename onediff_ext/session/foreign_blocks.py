@@ -1,13 +1,14 @@
-"""Blocks that other extensions took away from their graphs, and the extensions' names."""
+"""Blocks that other extensions, each by its name, or torch.compile took from their graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import nn
 
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.engine.torch_compile import TORCH_COMPILES
 from onediff_ext.engine.validity.foreign_code import (
     extension_of,
     is_ours,
@@ -33,6 +34,7 @@ class ForeignBlocks:
         self.replaced: list[tuple[str, int]] = []
         self.changed_by: dict[str, str] = {}
         self._suspects: dict[BlockRunner, str | None] = {}
+        self._compiled: Collection[nn.Module] = ()
 
     def find_replaced(self, model: nn.Module, families: Sequence[BlockFamily]) -> None:
         """Find blocks whose class another extension derived from a known one.
@@ -71,13 +73,19 @@ class ForeignBlocks:
             name = type(model).__qualname__
             self.replaced = [(f"no graphs are known for the blocks of {name}", 1)]
 
-    def before_picture(self, runners: Iterable[BlockRunner]) -> None:
-        """Look which runners another extension has replaced since they were installed.
+    def before_picture(
+        self, runners: Iterable[BlockRunner], compiled: Collection[nn.Module] = ()
+    ) -> None:
+        """Look which runners another extension has replaced, or torch.compile may never call.
 
         Args:
             runners: The model's runners.
+            compiled: The modules that torch.compile compiles.
         """
-        self._suspects = {r: r.eager_reason for r in runners if _is_covered(r)}
+        self._suspects = {
+            r: r.eager_reason for r in runners if r.block in compiled or _is_covered(r)
+        }
+        self._compiled = compiled
         for runner in self._suspects:
             runner.eager_reason = ""
 
@@ -94,7 +102,11 @@ class ForeignBlocks:
             if replayed:
                 runner.eager_reason = reason
                 continue
-            runner.used, runner.eager_reason = None, TAKEN_OVER
+            runner.used = None
+            if runner.block in self._compiled:
+                runner.eager_reason = TORCH_COMPILES
+                continue
+            runner.eager_reason = TAKEN_OVER
             self._note(TAKEN_OVER, vars(runner.block).get(runner.family.method))
         self._suspects = {}
         for runner in runners:

@@ -179,6 +179,13 @@ class Component:
         forward.use(self.captured)
         self._set_active(self._active)
 
+    def show_class(self) -> None:
+        """Show Dynamo the methods that the classes of the model and its blocks have now."""
+        for runner in self.runners:
+            runner.show_class()
+        if self._forward is not None:
+            self._forward.show_class()
+
     def _forget_whole(self) -> None:
         if self._whole is not None:
             self._whole.forget()

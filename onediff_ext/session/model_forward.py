@@ -15,6 +15,8 @@ from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.forward_variants import variant_of
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 from onediff_ext.engine.stand_in import StandIn
+from onediff_ext.engine.torch_compile import compiled_modules
+from onediff_ext.engine.torch_versions import is_dynamo_tracing
 from onediff_ext.engine.validity.foreign_code import transform_reason
 
 if TYPE_CHECKING:
@@ -59,12 +61,19 @@ class ModelForward(StandIn):
         self._forward = forward
         self.captured = forward if isinstance(forward, CapturedForward) else None
 
+    def show_class(self) -> None:
+        """As `ClassMethod.show`."""
+        if isinstance(self.eager, ClassForward):
+            self.eager.show()
+
     @property
     def component(self) -> Component | None:
         """The component, while it exists."""
         return self._component()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing():
+            return self.eager(*args, **kwargs)
         session, component = self._session, self._component()
         if isinstance(self.eager, ClassForward):
             self.eager.keep_if_taken(self)
@@ -85,7 +94,7 @@ class ModelForward(StandIn):
         ):
             first = component if component is not None and session.drew(component) else None
             if first is not None:
-                first.foreign_blocks.before_picture(runners)
+                first.foreign_blocks.before_picture(runners, compiled_modules(first.model))
             if component is not None and component.role.is_vae:
                 session.memory.give_back()
             output = self._timed(component, args, kwargs)

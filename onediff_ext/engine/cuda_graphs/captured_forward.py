@@ -29,7 +29,7 @@ from onediff_ext.engine.cuda_graphs.replay_checks import UNDECIDED, ReplayChecks
 from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.stand_in import StandIn
-from onediff_ext.engine.torch_versions import OutOfMemoryError
+from onediff_ext.engine.torch_versions import OutOfMemoryError, is_dynamo_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,7 @@ class CapturedForward(StandIn):
     passed all comparisons, other shapes are recorded with their first call.
 
     Args:
-        model: The host's module.
-        forward: Its forward until now.
+        model, forward: The host's module, and its forward until now.
         runners: The runners of its blocks.
         cuda_graphs: Holds the CUDA graphs.
         trusted: What its modules may be.
@@ -55,8 +54,7 @@ class CapturedForward(StandIn):
         is_private: As for `ModelTracker`.
 
     Attributes:
-        model: The host's module.
-        eager: Its forward until now.
+        model, eager: As given; `eager` is the forward.
         active: False lets every call through.
         variant: What else decides the computation; set between calls by the code that changes it.
             The model may consist of other modules in each variant.
@@ -116,6 +114,8 @@ class CapturedForward(StandIn):
         return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing():
+            return self.eager(*args, **kwargs)
         if isinstance(self.eager, ClassForward):
             self.eager.keep_if_taken(self)
         self.replayed, self._replayed_from = False, None

@@ -17,6 +17,7 @@ from onediff_ext.engine.blocks.weight_functions import (
 from onediff_ext.engine.blocks.weight_slots import rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
+from onediff_ext.engine.torch_compile import TORCH_COMPILES, is_compiled
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
 from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
@@ -263,6 +264,8 @@ def _refusal_reason(
     if module is model:
         # Its own hooks run around the capture; its forward is `foreign_forward`'s to judge.
         replaced = [name for name in replaced_methods(module) if name != "forward"]
+    elif is_compiled(module):
+        return f"{cls.__qualname__}: {TORCH_COMPILES}"
     elif module._forward_hooks or module._forward_pre_hooks:
         return f"a {cls.__qualname__} has a hook of another extension"
     else:

@@ -21,7 +21,7 @@ from onediff_ext.engine.deepcache.unet_adapter import Uncached, UNetAdapter, UNe
 from onediff_ext.engine.forward_variants import ForwardVariant, set_variant
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.stand_in import StandIn
-from onediff_ext.engine.torch_versions import OutOfMemoryError
+from onediff_ext.engine.torch_versions import OutOfMemoryError, is_dynamo_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class DeepCache(StandIn):
         return self._features.size_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.options.is_on:
+        if is_dynamo_tracing() or not self.options.is_on:
             return self._inner(*args, **kwargs)
         with self._lock:
             return self._decided(args, kwargs)

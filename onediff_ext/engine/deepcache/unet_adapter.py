@@ -18,7 +18,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.class_methods import forward_of
 from onediff_ext.engine.deepcache.features import Feature
 from onediff_ext.engine.stand_in import StandIn
-from onediff_ext.engine.torch_versions import OutOfMemoryError
+from onediff_ext.engine.torch_versions import OutOfMemoryError, is_dynamo_tracing
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,8 @@ class Keeping(StandIn):
         return copy.deepcopy(self._forward, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing():
+            return self._forward(*args, **kwargs)
         output = self._forward(*args, **kwargs)
         feature = self._feature()
         assert feature is not None

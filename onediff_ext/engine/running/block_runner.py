@@ -34,7 +34,7 @@ from onediff_ext.engine.running.kind_lookup import find_kind
 from onediff_ext.engine.running.streamed_weights import KeptRefusal, StreamedWeights, tree_refusal
 from onediff_ext.engine.running.text_kv import BlockTextKv
 from onediff_ext.engine.stand_in import StandIn
-from onediff_ext.engine.torch_versions import OutOfMemoryError
+from onediff_ext.engine.torch_versions import OutOfMemoryError, is_dynamo_tracing
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper
 from onediff_ext.engine.validity.surroundings import Surroundings
 
@@ -128,6 +128,10 @@ class BlockRunner(StandIn):
         """Follow the block's class again, when the runner is installed once more."""
         self._own.follow()
 
+    def show_class(self) -> None:
+        """As `ClassMethod.show`."""
+        self._own.show()
+
     @property
     def tree(self) -> BlockTree | None:
         """The block at the last call; None before the first."""
@@ -143,6 +147,8 @@ class BlockRunner(StandIn):
         return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing():
+            return (self._own if self.replaced is None else self.replaced)(*args, **kwargs)
         self._own.keep_if_taken(self)
         if self.done is not None and self.done.now:
             return args[0]

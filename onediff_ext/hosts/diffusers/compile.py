@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.core.components import ComponentId
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.core.words import typed
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.torch_compile import unwrapped
 from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
 from onediff_ext.hosts.diffusers.deepcache import (
     check_deepcache,
@@ -32,6 +33,7 @@ from onediff_ext.hosts.diffusers.pipeline_calls import (
     watch_calls,
 )
 from onediff_ext.hosts.diffusers.pipeline_kinds import PipelineKinds
+from onediff_ext.hosts.diffusers.pipeline_models import compiled_by_user, find_models
 from onediff_ext.hosts.diffusers.step_cache import (
     ChosenStepCache,
     check_step_cache,
@@ -107,7 +109,7 @@ class CompiledPipe:
             use_for_steps(self._pipe, steps)
         self._speed_up_moves()
         try:
-            with self.session.picture():
+            with self.session.picture(), self._compiled_by_user():
                 yield
         except BaseException:
             reset_step_cache(self._pipe)
@@ -116,6 +118,20 @@ class CompiledPipe:
             PINNED_MEMORY.settle()
         if self._kinds is not None:
             self._kinds.record()
+
+    @contextmanager
+    def _compiled_by_user(self) -> Iterator[None]:
+        """Note of a picture which models run a user's `torch.compile` in place of their graphs."""
+        for component in self.components:
+            component.show_class()
+        theirs = compiled_by_user(self._pipe)
+        noted = [c for c in self.components if c.model in theirs and self.session.drew(c)]
+        for component in noted:
+            inside = set(component.model.modules())
+            component.foreign_blocks.before_picture(component.runners, inside)
+        yield
+        for component in noted:
+            component.foreign_blocks.after_first_forward(component.runners, replayed=False)
 
     def _speed_up_moves(self) -> None:
         """Have the models moved through pinned memory that are offloaded now, and no others."""
@@ -295,7 +311,7 @@ def undo_compile(pipe: Pipe) -> Pipe:
     """
     if isinstance(pipe, type) or not hasattr(pipe, "__dict__"):
         raise OptionError(f"{typed(pipe)} is neither a pipeline nor a module.", _PIPELINE_HINT)
-    state: Any = compiled_state(pipe)
+    state: Any = compiled_state(pipe) or compiled_state(unwrapped(pipe))
     if state is not None:
         step_cache: ChosenStepCache | None = getattr(state, "step_cache", None)
         if step_cache is not None:
@@ -335,27 +351,3 @@ def _picture_of_call(pipe: object, arguments: Mapping[str, Any]) -> AbstractCont
     """One picture that a call of the pipeline draws."""
     state = compiled_state(pipe)
     return nullcontext() if state is None else state.picture(sampling_steps(arguments))
-
-
-def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
-    """The pipeline's models that can run compiled.
-
-    Args:
-        pipe: Any diffusers pipeline.
-        ignored: Roles to leave out, as `parse_ignores` returns them.
-    """
-    vae, controlnet = getattr(pipe, "vae", None), getattr(pipe, "controlnet", None)
-    nets = getattr(controlnet, "nets", None) or [controlnet]
-    candidates: list[tuple[ComponentId, Any]] = [
-        (ComponentId(Role.UNET), getattr(pipe, "unet", None)),
-        (ComponentId(Role.TRANSFORMER), getattr(pipe, "transformer", None)),
-        (ComponentId(Role.TRANSFORMER, 1), getattr(pipe, "transformer_2", None)),
-        (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
-        (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
-        *((ComponentId(Role.CONTROLNET, index), net) for index, net in enumerate(nets)),
-    ]
-    return [
-        (identity, model)
-        for identity, model in candidates
-        if identity.role not in ignored and isinstance(model, nn.Module)
-    ]

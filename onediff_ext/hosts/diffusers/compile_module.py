@@ -14,6 +14,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.words import typed
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.torch_compile import unwrapped
 from onediff_ext.hosts.diffusers.compile import (
     COMPILED_ATTRIBUTE,
     chosen_options,
@@ -131,7 +132,7 @@ def compile_module(
         return module
     if session is None or shared:  # the last of its modules may have closed it
         session = _shared_session(chosen)
-    compiled = CompiledModule(module, session)
+    compiled = CompiledModule(unwrapped(module), session)
     if not compiled.components:
         logger.warning("%s stays eager: it has no known blocks", type(module).__name__)
         return module

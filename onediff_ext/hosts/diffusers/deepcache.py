@@ -23,6 +23,8 @@ from onediff_ext.engine.deepcache.deepcache_forward import (
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.timesteps import are_of_one_tensor
+from onediff_ext.engine.torch_compile import TORCH_COMPILES, compiled_modules
+from onediff_ext.hosts.diffusers.deepcache_notes import Invalidating, NoteControl
 from onediff_ext.hosts.diffusers.deepcache_timesteps import (
     evaluations_left,
     is_same_evaluation,
@@ -241,7 +243,7 @@ class _Switch:
         for name in _CHANGES:
             method = getattr(self._unet, name, None)
             if method is not None:
-                self._patches.set(self._unet, name, _Invalidating(method, self.cache))
+                self._patches.set(self._unet, name, Invalidating(method, self.cache))
 
     def use(self, pipe: Any) -> None:
         """Follow a pipeline's scheduler, its ControlNets and the end of its pictures."""
@@ -284,6 +286,9 @@ class _Switch:
         if scheduler is None or steps is None:
             steps = getattr(scheduler, "num_inference_steps", None)
         name = type(scheduler).__name__.removesuffix("Scheduler")
+        models = [self._unet, *(net for each in list(self._followed) for net in each.nets)]
+        if any(map(compiled_modules, models)):
+            return f"a UNet or ControlNet: {TORCH_COMPILES}"
         return distilled_reason(self._unet) or few_steps_reason(name, steps)
 
     def _scheduler_of(self, timestep: Any) -> Any:
@@ -307,7 +312,7 @@ class _FollowedPipe:
     def __init__(self, pipe: Any, switch: _Switch) -> None:
         self.pipe, self._cache = pipe, switch.cache
         self._patches = Patches()
-        self._nets: list[nn.Module] = []
+        self.nets: list[nn.Module] = []
         self._hooks: list[Any] = []
         if hasattr(pipe, "maybe_free_model_hooks"):
             ended = _EndingPicture(pipe.maybe_free_model_hooks, switch, self)
@@ -324,41 +329,24 @@ class _FollowedPipe:
         controlnet = getattr(self.pipe, "controlnet", None)
         nets = getattr(controlnet, "nets", None) or [controlnet]
         nets = [net for net in nets if isinstance(net, nn.Module)]
-        if nets == self._nets:
+        if nets == self.nets:
             return
         self._unhook()
-        self._nets = nets
+        self.nets = nets
         for index, net in enumerate(nets):
-            hook = _NoteControl(str(ComponentId(Role.CONTROLNET, index)), self._cache)
+            hook = NoteControl(str(ComponentId(Role.CONTROLNET, index)), self._cache)
             self._hooks.append(net.register_forward_pre_hook(hook, with_kwargs=True))
 
     def leave(self) -> None:
         """Leave the pipeline as it was."""
         self._patches.undo()
         self._unhook()
-        self._nets = []
+        self.nets = []
 
     def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-class _Invalidating(StandIn):
-    """A method of the UNet that changes its weights."""
-
-    def __init__(self, method: Callable[..., Any], cache: DeepCache) -> None:
-        self._method, self._cache = method, cache
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self._method, memo)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._cache.invalidate()
-        try:
-            return self._method(*args, **kwargs)
-        finally:
-            self._cache.invalidate()
 
 
 class _EndingPicture(StandIn):
@@ -379,19 +367,6 @@ class _EndingPicture(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.switch.end_picture()
         return self._method(*args, **kwargs)
-
-
-class _NoteControl:
-    """A pre-hook that notes whether a ControlNet is in its range of steps.
-
-    Outside of it diffusers calls the ControlNet with a scale of 0.
-    """
-
-    def __init__(self, name: str, cache: DeepCache) -> None:
-        self._name, self._cache = name, cache
-
-    def __call__(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        self._cache.note(self._name, bool(kwargs.get("conditioning_scale", 1.0)))
 
 
 def _switch_of(unet: Any) -> _Switch | None:
