@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _ABSENT = object()
@@ -59,28 +60,6 @@ class Patches:
         if not isinstance(owner, ModuleType):  # Python modules are never copied
             self._copy_of(owner).changes.append(change)
 
-    def follow(self, owner: object, name: str, value: object) -> None:
-        """Undo a change at another attribute, to which somebody has moved the new value.
-
-        accelerate moves a module's ``forward`` to ``_old_forward`` while its own hook is there, and
-        back. It keeps a bound method of the class there, where the module itself has none.
-
-        Args:
-            owner: As for `set`.
-            name: The attribute that has the value now.
-            value: As for `set`.
-        """
-        if vars(owner).get(name) is not value:
-            return
-        for change in self._changes:
-            if change.owner is owner and change.value is value and change.name != name:
-                own = getattr(type(owner), change.name, None) or getattr(type(owner), name, None)
-                if change.before is _ABSENT and callable(own):
-                    change.before = MethodType(own, owner)
-                elif getattr(change.before, "__func__", _ABSENT) is own:
-                    change.before = _ABSENT
-                change.name = name
-
     def hook(self, handle: RemovableHandle, owner: object | None = None) -> None:
         """Remove a forward hook of a module with the next `undo`.
 
@@ -95,8 +74,15 @@ class Patches:
         if plain is not None:
             plain.hooks.append(handle)
 
-    def undo(self) -> list[str]:
+    def undo(self, *, keeps_covered: bool = False) -> list[str]:
         """Restore everything, last change first.
+
+        A hook that came later may keep our value and put it back when it goes: accelerate in
+        ``_old_forward``, diffusers in its registry. What was there before ours takes its place.
+
+        Args:
+            keeps_covered: Leave a value under another extension's wrapper for a later `undo`, which
+                restores it if the wrapper has gone. The value has to act as what it replaced.
 
         Returns:
             The names of attributes that another extension has replaced since. They keep the other
@@ -108,17 +94,19 @@ class Patches:
             if plain is not None:
                 plain.hooks.remove(handle)
                 plain.leave_if_idle()
-        left = []
+        left, kept = [], list[_Change]()
         while self._changes:
             change = self._changes.pop()
-            attributes, plain = vars(change.owner), vars(change.owner).get(_REDUCE)
-            passed_on = isinstance(plain, _PlainCopy) and plain.pass_on(change)
-            if not passed_on and attributes.get(change.name, _ABSENT) is not change.value:
+            plain = vars(change.owner).get(_REDUCE)
+            plain = plain if isinstance(plain, _PlainCopy) else None
+            is_restored = (plain is not None and plain.pass_on(change)) or _restore(change)
+            if not is_restored:
                 left.append(f"{type(change.owner).__name__}.{change.name}")
-            elif not passed_on:
-                _put(attributes, change.name, change.before)
-            if isinstance(plain, _PlainCopy):
-                plain.leave_if_idle()
+            if not is_restored and keeps_covered:
+                kept.append(change)
+            elif plain is not None:
+                plain.drop(change)
+        self._changes = kept[::-1]
         return left
 
     def __len__(self) -> int:
@@ -163,7 +151,7 @@ class _PlainCopy:
         return (made, arguments, state, *rest)
 
     def pass_on(self, change: _Change) -> bool:
-        """Make the next change of the same attribute restore what this one would restore.
+        """Make the change that follows a change restore what that one would restore.
 
         Returns:
             Whether there is such a change.
@@ -171,12 +159,17 @@ class _PlainCopy:
         if change not in self.changes:
             return False
         later = self.changes[self.changes.index(change) + 1 :]
-        self.changes.remove(change)
-        following = next((other for other in later if other.name == change.name), None)
-        if following is None or following.before is not change.value:
+        following = next((other for other in later if other.before is change.value), None)
+        if following is None:
             return False
-        following.before = change.before
+        following.before = _before(change, following.name)
         return True
+
+    def drop(self, change: _Change) -> None:
+        """Forget a change, and leave the owner after the last one."""
+        if change in self.changes:
+            self.changes.remove(change)
+        self.leave_if_idle()
 
     def leave_if_idle(self) -> None:
         """Remove itself from the owner once nothing is patched."""
@@ -207,3 +200,46 @@ def _put(attributes: dict[str, Any], name: str, value: object) -> None:
         attributes.pop(name, None)
     else:
         attributes[name] = value
+
+
+def _restore(change: _Change) -> bool:
+    """Put what was there before into the place that has the value now.
+
+    Returns:
+        False where another extension keeps the value in a way that is not known, or has dropped it.
+    """
+    own = vars(change.owner)
+    if own.get(change.name, _ABSENT) is change.value:
+        _put(own, change.name, change.before)
+        return True
+    if not isinstance(change.owner, nn.Module):
+        return False
+    found = False
+    for attributes in (own, *_hook_references(own)):
+        for name in [name for name, value in attributes.items() if value is change.value]:
+            _put(attributes, name, _before(change, name if attributes is own else ""))
+            found = True
+    return found
+
+
+def _hook_references(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where the registry of diffusers' hooks keeps the forwards under them."""
+    return [vars(each) for each in getattr(own.get("_diffusers_hook"), "_fn_refs", ())]
+
+
+def _before(change: _Change, place: str) -> object:
+    """What a place had before, or would have: a moved method of the class is a bound one.
+
+    Args:
+        change: Of the place in which the value was put.
+        place: Name of the attribute that has the value now; "" for one of another object.
+    """
+    owner, before = change.owner, change.before
+    own = getattr(type(owner), change.name, None) or getattr(type(owner), place, None)
+    if place == change.name:
+        return before
+    if before is _ABSENT and callable(own):
+        return MethodType(own, owner)
+    if place and getattr(before, "__func__", _ABSENT) is own:
+        return _ABSENT
+    return before

@@ -228,9 +228,10 @@ class PromptWork:
         with self._lock:
             self._is_removed = True
             self._restore()
+            self._patches.undo()
 
     def _restore(self) -> None:
-        self._patches.undo()
+        self._patches.undo(keeps_covered=True)  # a hook may put them back when it goes
         for runner in self._runners:
             runner.done = None
         self._state = None

@@ -259,10 +259,8 @@ class Component:
     def suspend(self) -> None:
         """Restore every attribute to its value before `install`, and keep the runners for later."""
         self._set_active(False)  # a host may still hold a runner
-        if self._forward is not None:
-            if self._forward.prompt_work is not None:
-                self._forward.prompt_work.remove()
-            self._patches.follow(self.model, forward_slot(self.model), self._forward)
+        if self._forward is not None and self._forward.prompt_work is not None:
+            self._forward.prompt_work.remove()
         left = [*self._part_patches.undo(), *self._patches.undo()]
         # A foreign forward may keep models alive that nothing else uses.
         self.captured = self.foreign = self._forward = None

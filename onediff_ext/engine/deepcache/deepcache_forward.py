@@ -95,7 +95,6 @@ class DeepCache(StandIn):
             self.end_picture()
             if _installed.get(id(self.model)) is self:
                 del _installed[id(self.model)]
-            self._patches.follow(self.model, forward_slot(self.model), self)
             if not self._patches.undo():
                 return True
         logger.warning("DeepCache: another extension has wrapped the UNet; now passing through")
