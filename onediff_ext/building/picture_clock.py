@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,27 @@ _ORDER = (
 # What the forwards of hosts' models call their arguments.
 _TIMESTEPS = ("timestep", "timesteps", "t")
 _PROMPTS = ("encoder_hidden_states", "context", "cap_feats")
+_KEPT_PROMPTS = 16  # calls of a first step
+
+
+class PromptTensor:
+    """A tensor of a prompt: equal slices of one tensor are the same, however often they are made.
+
+    Args:
+        tensor: Of any shape. It is held weakly.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        base = None if tensor.is_nested or tensor.layout is not torch.strided else tensor._base
+        self._owner = weakref.ref(tensor if base is None else base)
+        self._place: object = None  # of the tensor in the owner
+        if base is not None:
+            self._place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+    def is_same(self, other: PromptTensor) -> bool:
+        """Whether both are the same part of one tensor that is still alive."""
+        owner = self._owner()
+        return owner is not None and owner is other._owner() and self._place == other._place
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +70,7 @@ class ModelCall:
     model: int
     shapes: tuple[tuple[int, ...], ...]
     timestep: Any = None
-    prompt: tuple[weakref.ref[torch.Tensor], ...] = ()
+    prompt: tuple[PromptTensor, ...] = ()
 
     @classmethod
     def of(
@@ -73,14 +94,13 @@ class ModelCall:
             id(model),
             tuple(tuple(tensor.shape) for tensor in _tensors(sample)),
             None if part.role.is_vae or not timesteps else timesteps[0],
-            tuple(weakref.ref(tensor) for tensor in _tensors(*prompts)),
+            tuple(map(PromptTensor, _tensors(*prompts))),
         )
 
     def has_prompt_of(self, other: ModelCall) -> bool:
-        """Whether both calls got the same prompt tensors."""
-        mine, theirs = ([tensor() for tensor in call.prompt] for call in (self, other))
-        return len(mine) == len(theirs) > 0 and all(
-            one is not None and one is that for one, that in zip(mine, theirs, strict=True)
+        """Whether both calls got the same prompt tensors, or none."""
+        return len(self.prompt) == len(other.prompt) and all(
+            map(PromptTensor.is_same, self.prompt, other.prompt)
         )
 
 
@@ -104,12 +124,24 @@ def _tensors(*values: object) -> Iterator[torch.Tensor]:
             yield from _tensors(*value)
 
 
+class _Calls(NamedTuple):
+    """The calls of one part in the present picture.
+
+    Args:
+        first, last: Two of them.
+        prompts: Calls of the first step. Guidance may call the model for each prompt.
+    """
+
+    first: ModelCall
+    last: ModelCall
+    prompts: tuple[ModelCall, ...]
+
+
 class PictureClock:
     """Knows the calls of the present picture."""
 
     def __init__(self) -> None:
-        # The first and the last call of each part.
-        self._seen: dict[ComponentId, tuple[ModelCall, ModelCall]] = {}
+        self._seen: dict[ComponentId, _Calls] = {}
 
     def forget(self) -> None:
         """End the present picture."""
@@ -132,28 +164,47 @@ class PictureClock:
             place = _ORDER.index(call.part.role)
             places = [_ORDER.index(part.role) for part in self._seen]
             goes_on = bool(places) and place >= max(places)
+            calls = _Calls(call, call, (call,))
         else:
-            goes_on = known[1].model == call.model and _goes_on(*known, call)
+            order = _order(known, call)
+            goes_on = order is not None and _is_later(*order) and _has_known_prompt(known, call)
+            if goes_on:
+                calls = known._replace(last=call)
+            else:
+                is_first_step = order is not None and len(set(order)) == 1
+                prompts = known.prompts[1 - _KEPT_PROMPTS :] if is_first_step else ()
+                calls = _Calls(call, call, (*prompts, call))
         if not goes_on:
             self._seen.clear()
-        first = known[0] if known is not None and goes_on else call
-        self._seen[call.part] = (first, call)
+        self._seen[call.part] = calls
         return goes_on
 
 
-def _goes_on(first: ModelCall, last: ModelCall, now: ModelCall) -> bool:
-    """Whether a call is a later one of the same schedule."""
-    if now.shapes != last.shapes:
-        return False
+def _has_known_prompt(known: _Calls, now: ModelCall) -> bool:
+    """Whether a call has a prompt of the first step: another one may be another picture's."""
+    return any(map(now.has_prompt_of, known.prompts))
+
+
+def _order(known: _Calls, now: ModelCall) -> tuple[float, float, float] | None:
+    """Return the places in one schedule of the first call, of the last one and of this one.
+
+    None if they are not certainly of one.
+    """
+    first, last = known.first, known.last
+    if now.model != last.model or now.shapes != last.shapes:
+        return None
     begin, one, other = first.timestep, last.timestep, now.timestep
     if _is_element(one) or _is_element(other):
         if not all(isinstance(timestep, torch.Tensor) for timestep in (begin, one, other)):
-            return False
-        places = [timestep.storage_offset() for timestep in (begin, one, other)]
-        return are_of_one_tensor(one, other) and _is_later(*places)
+            return None
+        if not are_of_one_tensor(one, other):
+            return None
+        return begin.storage_offset(), one.storage_offset(), other.storage_offset()
     values = [_known_value(timestep) for timestep in (begin, one, other)]
     falling = [-value for value in values if value is not None]
-    return len(falling) == 3 and now.has_prompt_of(last) and _is_later(*falling)
+    if len(falling) < 3 or not now.prompt:
+        return None
+    return falling[0], falling[1], falling[2]
 
 
 def _is_element(timestep: object) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from onediff_ext.building.picture_clock import ModelCall, PictureClock
+from onediff_ext.building.picture_clock import ModelCall, PictureClock, PromptTensor
 from onediff_ext.core.components import ComponentId, Role
 
 SCHEDULE = [981.0, 661.0, 331.0, 1.0]
@@ -27,7 +26,7 @@ class Loop:
     def __call__(
         self, timestep: object = None, part: ComponentId = UNET, *, side: int = 8, model: int = 0
     ) -> bool:
-        prompt = () if part.role.is_vae else (weakref.ref(self.prompt),)
+        prompt = () if part.role.is_vae else (PromptTensor(self.prompt),)
         return self.clock.continues(
             ModelCall(part, hash((part, model)), ((2, 4, side, side),), timestep, prompt)
         )
@@ -166,7 +165,8 @@ def test_a_call_is_read_from_any_form_of_arguments(model: Any, order: dict[str, 
         args = [order[name] for name in names[:count]]
         call = ModelCall.of(UNET, model, args, {name: order[name] for name in names[count:]})
         assert (call.shapes, call.timestep) == (((2, 4, 8, 8),), TIMESTEP)
-        assert [prompt() for prompt in call.prompt] == [PROMPT]
+        (prompt,) = call.prompt
+        assert prompt.is_same(PromptTensor(PROMPT))
 
 
 def test_lists_of_latents_and_prompts_are_read() -> None:
@@ -199,3 +199,30 @@ def test_slices_of_prompts_are_not_taken_for_steps_of_a_schedule() -> None:
             call = ModelCall.of(UNET, model, (SAMPLE, prompt, pooled, t.expand(2)), {})
             found.append(clock.continues(call))
     assert found == [False, True, True, True] * 3
+
+
+@pytest.mark.parametrize("number", [lambda t: t, float])
+def test_prompts_that_take_turns_are_guidance(loop: Loop, number: Any) -> None:
+    embeddings = torch.zeros(2, 77, 8)
+    found = []
+    for t in torch.tensor(SCHEDULE):
+        for i in range(2):
+            loop.prompt = embeddings[i : i + 1]  # made again at each step
+            found.append(loop(number(t)))
+    assert found == [False, False, True, True, True, True, True, True]
+
+
+def test_another_prompt_at_a_later_step_is_a_new_picture(loop: Loop) -> None:
+    timesteps = torch.tensor(SCHEDULE)
+    assert [loop(t) for t in timesteps[:2]] == [False, True]
+    loop.prompt = loop.prompt.clone()
+    assert [loop(t) for t in timesteps[2:]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "form", [torch.Tensor.to_sparse, lambda t: torch.nested.nested_tensor([t], layout=torch.jagged)]
+)
+def test_prompts_of_any_layout_are_read(form: Any) -> None:
+    prompt = form(PROMPT)
+    one, other = (ModelCall.of(UNET, OfUNet(), (SAMPLE, TIMESTEP, prompt), {}) for _ in range(2))
+    assert one.has_prompt_of(other)

@@ -1,0 +1,89 @@
+"""Loops of users over bare modules: what is written between two pictures counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.hosts.diffusers.compile import undo_compile
+from onediff_ext.hosts.diffusers.compile_module import compile_module
+from onediff_ext.session.session import Session
+from tests.support import adapter_weights, models
+from tests.support.draw import relative_error
+from tests.support.transformer_models import noise
+
+SCHEDULE = [981.0, 661.0, 331.0, 1.0]
+NOISE = noise(1, 4, 8, 8, seed=5)
+PROMPTS = [noise(1, 77, models.TEXT_WIDTH, seed=seed) for seed in range(3)]
+
+
+class Pair:
+    """A model with a LoRA, and its eager twin.
+
+    Args:
+        model: It is compiled.
+        session: Has its graphs.
+    """
+
+    def __init__(self, model: Any, session: Session) -> None:
+        self.model, self.session, self.twin = model, session, copy.deepcopy(model)
+        compile_module(model, session=session)
+
+    @torch.no_grad()
+    def agree(self, *args: Any, **kwargs: Any) -> int:
+        """Call both, and compare. Returns the picture's epoch."""
+        found, expected = (
+            model(*args, return_dict=False, **kwargs)[0] for model in (self.model, self.twin)
+        )
+        assert relative_error(found, expected) < 1e-4
+        return self.session.epoch
+
+    def write(self) -> None:
+        """Turn the LoRA's sign, in a way that torch does not count."""
+        for model in (self.model, self.twin):
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.data.neg_()
+
+
+@pytest.fixture
+def session(make_session: Callable[..., Session]) -> Session:
+    return make_session(spot_checks=False)
+
+
+@pytest.fixture
+def pair(session: Session) -> Iterator[Pair]:
+    pipe: Any = models.sd15()
+    pipe.load_lora_weights(adapter_weights.lora_tensors(pipe, text=False), adapter_name="a")
+    made = Pair(pipe.unet, session)
+    for _ in range(2):  # graphs are built and compared
+        for t in torch.tensor(SCHEDULE):
+            made.agree(NOISE, t, PROMPTS[0])
+    yield made
+    undo_compile(made.model)
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_schedules_of_several_pictures_in_one_table(sliced: bool, pair: Pair) -> None:
+    """The rows lie one behind another in memory, as the steps of one schedule do."""
+    table, prompts = torch.tensor([SCHEDULE] * len(PROMPTS)), torch.cat(PROMPTS)
+    found = []
+    for number, timesteps in enumerate(table):
+        for t in timesteps:
+            prompt = prompts[number : number + 1] if sliced else PROMPTS[number]
+            found.append(pair.agree(NOISE, t, prompt))
+        pair.write()
+    assert [found.count(epoch) for epoch in dict.fromkeys(found)] == [4, 4, 4]
+
+
+def test_the_rest_of_a_schedule_draws_another_picture(pair: Pair) -> None:
+    timesteps = torch.tensor(SCHEDULE)
+    begun = [pair.agree(NOISE, t, PROMPTS[1]) for t in timesteps[:2]]
+    pair.write()
+    rest = [pair.agree(NOISE, t, PROMPTS[2]) for t in timesteps[2:]]
+    assert len(set(begun)) == len(set(rest)) == 1
+    assert begun[0] < rest[0]
