@@ -163,7 +163,7 @@ class PictureClock:
         if known is None:
             place = _ORDER.index(call.part.role)
             places = [_ORDER.index(part.role) for part in self._seen]
-            goes_on = bool(places) and place >= max(places)
+            goes_on = bool(places) and place >= max(places) and not self._has_other(call.part)
             calls = _Calls(call, call, (call,))
         else:
             order = _order(known, call)
@@ -178,6 +178,10 @@ class PictureClock:
             self._seen.clear()
         self._seen[call.part] = calls
         return goes_on
+
+    def _has_other(self, part: ComponentId) -> bool:
+        """Whether a denoiser comes after another one, as that of another picture does."""
+        return part.role.is_denoiser and any(known.role.is_denoiser for known in self._seen)
 
 
 def _has_known_prompt(known: _Calls, now: ModelCall) -> bool:

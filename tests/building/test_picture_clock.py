@@ -93,6 +93,13 @@ def test_another_shape_or_model_is_a_new_picture(loop: Loop) -> None:
     assert [loop(t, model=i // 2) for i, t in enumerate(timesteps)] == [False, True, False, True]
 
 
+def test_a_transformer_after_a_unet_draws_another_picture(loop: Loop) -> None:
+    found = []
+    for part in (UNET, ComponentId(Role.TRANSFORMER)):
+        found += [loop(t, part) for t in torch.tensor(SCHEDULE)]
+    assert found == [False, True, True, True] * 2
+
+
 def test_the_models_of_a_picture_are_called_in_their_order(loop: Loop) -> None:
     for _ in range(2):
         timesteps = torch.tensor(SCHEDULE)

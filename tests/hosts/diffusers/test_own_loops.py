@@ -14,7 +14,7 @@ from onediff_ext.hosts.diffusers.compile_module import compile_module
 from onediff_ext.session.session import Session
 from tests.support import adapter_weights, models
 from tests.support.draw import relative_error
-from tests.support.transformer_models import noise
+from tests.support.transformer_models import lora_state, noise, sd3, sd3_embeddings
 
 SCHEDULE = [981.0, 661.0, 331.0, 1.0]
 NOISE = noise(1, 4, 8, 8, seed=5)
@@ -87,3 +87,19 @@ def test_the_rest_of_a_schedule_draws_another_picture(pair: Pair) -> None:
     rest = [pair.agree(NOISE, t, PROMPTS[2]) for t in timesteps[2:]]
     assert len(set(begun)) == len(set(rest)) == 1
     assert begun[0] < rest[0]
+
+
+def test_a_unet_and_a_transformer_in_turn(pair: Pair) -> None:
+    """Modules with equal options share a session."""
+    pipe = sd3()
+    pipe.load_lora_weights(lora_state(pipe.transformer, ("attn.to_q", "ff.net.2")))
+    other = Pair(pipe.transformer, pair.session)
+    embeddings = sd3_embeddings(40)
+    inputs = (noise(1, 16, 8, 8), embeddings["prompt_embeds"], embeddings["pooled_prompt_embeds"])
+    for _ in range(4):
+        first = [pair.agree(NOISE, t, PROMPTS[0]) for t in torch.tensor(SCHEDULE)]
+        other.write()
+        second = [other.agree(*inputs, t.expand(1)) for t in torch.tensor(SCHEDULE)]
+        assert len(set(first)) == len(set(second)) == 1
+        assert first[0] < second[0]
+    undo_compile(other.model)
