@@ -11,7 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,10 @@ class ModelCall:
         timestep: As passed to the model; None for a VAE. The object is kept, so that no other
             tensor gets its memory.
         prompt: The tensors, [B, 77n, D] or one for each picture, that steps of one picture share.
+
+    Attributes:
+        number: The timestep at the time of the call, since a buffer may get others. None where it
+            tells nothing or would have to be waited for.
     """
 
     part: ComponentId
@@ -71,6 +75,11 @@ class ModelCall:
     shapes: tuple[tuple[int, ...], ...]
     timestep: Any = None
     prompt: tuple[PromptTensor, ...] = ()
+    number: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = None if _is_element(self.timestep) else _known_value(self.timestep)
+        object.__setattr__(self, "number", known)
 
     @classmethod
     def of(
@@ -204,8 +213,7 @@ def _order(known: _Calls, now: ModelCall) -> tuple[float, float, float] | None:
         if not are_of_one_tensor(one, other):
             return None
         return begin.storage_offset(), one.storage_offset(), other.storage_offset()
-    values = [_known_value(timestep) for timestep in (begin, one, other)]
-    falling = [-value for value in values if value is not None]
+    falling = [-each.number for each in (first, last, now) if each.number is not None]
     if len(falling) < 3 or not now.prompt:
         return None
     return falling[0], falling[1], falling[2]

@@ -80,6 +80,13 @@ def test_numbers_that_fall_with_one_prompt_are_one_picture(loop: Loop, number: A
     assert not loop(number(0.5))
 
 
+def test_a_number_that_is_written_after_its_step(loop: Loop) -> None:
+    first, buffer = torch.tensor(SCHEDULE[0]), torch.tensor(0.0)
+    loop(first)
+    assert [loop(buffer.fill_(t)) for t in SCHEDULE[1:]] == [True] * 3
+    assert not loop(buffer.fill_(900.0))  # an img2img's first step
+
+
 def test_a_timestep_on_a_gpu_that_is_computed_for_each_call_tells_nothing(loop: Loop) -> None:
     meta = [torch.tensor(t, device="meta") for t in SCHEDULE]  # its value cannot be read either
     assert not any(loop(t) for t in meta)

@@ -89,6 +89,14 @@ def test_the_rest_of_a_schedule_draws_another_picture(pair: Pair) -> None:
     assert begun[0] < rest[0]
 
 
+def test_a_timestep_in_a_buffer(pair: Pair) -> None:
+    first, buffer = torch.tensor(SCHEDULE[0]), torch.tensor(0.0)
+    before = pair.agree(NOISE, first, PROMPTS[1])
+    assert [pair.agree(NOISE, buffer.fill_(t), PROMPTS[1]) for t in SCHEDULE[1:]] == [before] * 3
+    pair.write()
+    assert pair.agree(NOISE, buffer.fill_(900.0), PROMPTS[1]) > before
+
+
 def test_a_unet_and_a_transformer_in_turn(pair: Pair) -> None:
     """Modules with equal options share a session."""
     pipe = sd3()
