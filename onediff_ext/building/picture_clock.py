@@ -224,11 +224,21 @@ def _is_element(timestep: object) -> bool:
 
 
 def _known_value(timestep: object) -> float | None:
-    """The number of a timestep, if it can be read without waiting for a GPU."""
-    if isinstance(timestep, torch.Tensor):
-        is_readable = timestep.device.type == "cpu" and timestep.numel() > 0
-        return value_of(timestep) if is_readable else None
-    return float(timestep) if isinstance(timestep, (int, float)) else None
+    """The number of a timestep, if reading it waits for no GPU and nobody sees it as an operator.
+
+    Modes such as `FakeTensorMode` have no numbers, or raise when one is read.
+    """
+    if not isinstance(timestep, torch.Tensor):
+        return float(timestep) if isinstance(timestep, (int, float)) else None
+    bindings: Any = torch._C
+    is_readable = (
+        type(timestep) in (torch.Tensor, torch.nn.Parameter)
+        and timestep.device.type == "cpu"
+        and timestep.numel() > 0
+        and not timestep.is_complex()
+        and not bindings._len_torch_dispatch_stack()
+    )
+    return value_of(timestep) if is_readable else None
 
 
 def _is_later(first: float, last: float, now: float) -> bool:

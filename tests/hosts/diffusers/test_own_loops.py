@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from onediff_ext.hosts.diffusers.compile import undo_compile
 from onediff_ext.hosts.diffusers.compile_module import compile_module
@@ -95,6 +97,21 @@ def test_a_timestep_in_a_buffer(pair: Pair) -> None:
     assert [pair.agree(NOISE, buffer.fill_(t), PROMPTS[1]) for t in SCHEDULE[1:]] == [before] * 3
     pair.write()
     assert pair.agree(NOISE, buffer.fill_(900.0), PROMPTS[1]) > before
+
+
+def test_modes_in_which_no_number_may_be_read(pair: Pair) -> None:
+    inputs = (NOISE, torch.tensor(900.0), PROMPTS[0])
+    for model in (pair.model, pair.twin):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            for _ in range(2):
+                assert model(*map(mode.from_tensor, inputs)).sample.shape == NOISE.shape
+        with torch.no_grad():
+            make_fx(lambda *given, model=model: model(*given).sample)(*inputs)
+    pair.agree(*inputs)
+
+
+def test_a_complex_timestep(pair: Pair) -> None:
+    pair.agree(NOISE, torch.tensor(900.0 + 1j), PROMPTS[0])
 
 
 def test_a_unet_and_a_transformer_in_turn(pair: Pair) -> None:
