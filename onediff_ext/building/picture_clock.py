@@ -95,7 +95,8 @@ class ModelCall:
         """
         names = _names(getattr(type(model), "forward", None))
         named = dict(zip(names, args, strict=False)) | dict(kwargs)
-        sample = args[0] if args else named.get("sample", next(iter(kwargs.values()), None))
+        known = (*names[:1], "sample", "hidden_states", *named)
+        sample = args[0] if args else next((named[name] for name in known if name in named), None)
         timesteps = [named[name] for name in _TIMESTEPS if name in named]
         prompts = [named[name] for name in _PROMPTS if name in named]
         return cls(

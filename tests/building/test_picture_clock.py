@@ -183,6 +183,13 @@ def test_a_call_is_read_from_any_form_of_arguments(model: Any, order: dict[str, 
         assert prompt.is_same(PromptTensor(PROMPT))
 
 
+@pytest.mark.parametrize("model", [OfUNet(), OfTransformer()])
+def test_the_latent_is_known_by_its_name_in_any_order_of_keywords(model: Any) -> None:
+    latent = "sample" if isinstance(model, OfUNet) else "hidden_states"
+    named = {"timestep": TIMESTEP, "encoder_hidden_states": PROMPT, latent: SAMPLE}
+    assert ModelCall.of(UNET, model, (), named).shapes == (SAMPLE.shape,)
+
+
 def test_lists_of_latents_and_prompts_are_read() -> None:
     latents, prompts = [torch.zeros(16, 1, 8, 8), torch.zeros(16, 1, 8, 12)], [PROMPT, PROMPT + 1]
     call = ModelCall.of(UNET, OfLists(), (latents, TIMESTEP), {"cap_feats": prompts})
