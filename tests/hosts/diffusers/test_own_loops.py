@@ -11,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from onediff_ext.building import foreground_scheduler
 from onediff_ext.hosts.diffusers.compile import undo_compile
 from onediff_ext.hosts.diffusers.compile_module import compile_module
 from onediff_ext.session.session import Session
@@ -53,7 +54,8 @@ class Pair:
 
 
 @pytest.fixture
-def session(make_session: Callable[..., Session]) -> Session:
+def session(make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> Session:
+    monkeypatch.setattr(foreground_scheduler, "QUIET_S", 60.0)  # a slow machine is no silence
     return make_session(spot_checks=False)
 
 
