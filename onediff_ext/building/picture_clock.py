@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +231,7 @@ def _known_value(timestep: object) -> float | None:
     Modes such as `FakeTensorMode` have no numbers, or raise when one is read.
     """
     if not isinstance(timestep, torch.Tensor):
-        return float(timestep) if isinstance(timestep, (int, float)) else None
+        return float(timestep) if isinstance(timestep, Real) else None
     bindings: Any = torch._C
     is_readable = (
         type(timestep) in (torch.Tensor, torch.nn.Parameter)

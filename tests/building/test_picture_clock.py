@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,7 +73,9 @@ def test_pictures_of_one_step_are_told_apart(loop: Loop) -> None:
     assert not any(loop(only) for _ in range(3))
 
 
-@pytest.mark.parametrize("number", [float, int, torch.tensor, lambda t: torch.full((2,), t)])
+@pytest.mark.parametrize(
+    "number", [float, int, np.int64, torch.tensor, lambda t: torch.full((2,), t)]
+)
 def test_numbers_that_fall_with_one_prompt_are_one_picture(loop: Loop, number: Any) -> None:
     for _ in range(2):
         assert [loop(number(t)) for t in SCHEDULE] == [False, True, True, True]
