@@ -140,18 +140,18 @@ class ForegroundScheduler:
             self._changed.notify_all()
 
     @contextmanager
-    def forward(self, call: ModelCall | None = None) -> Iterator[None]:
+    def forward(self, call: Callable[[], ModelCall] | None = None) -> Iterator[None]:
         """Run one forward of a model within the ``with`` block. Graphs do not change within it.
 
         Args:
-            call: Tells whether an unannounced forward belongs to the picture before it; without it
+            call: Asked whether an unannounced forward belongs to the picture before it; without it
                 the forward is a picture of its own.
         """
         with self._changed:
             self._wait_for_exclusive()
             thread = threading.get_ident()
             if thread not in self._announced:
-                self._enter_unannounced(call)
+                self._enter_unannounced(None if call is None else call())
             self._threads.add(thread)
             self._forwards.enter()
             self._moment += 1

@@ -82,7 +82,7 @@ class ModelForward(StandIn):
         call = None
         # The tensors of a transform last no longer than it, so no later call is compared with them.
         if component is not None and transform_reason() is None:
-            call = component.call_of(args, kwargs)
+            call = partial(component.call_of, args, kwargs)
         if component is not None:
             component.follow_class()
         with (

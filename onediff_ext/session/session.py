@@ -229,11 +229,11 @@ class Session(KindRegistry):
         """
         return Picture(self)
 
-    def forward(self, call: ModelCall | None = None) -> AbstractContextManager[None]:
+    def forward(self, call: Callable[[], ModelCall] | None = None) -> AbstractContextManager[None]:
         """Return a context for one forward of a model; for the models that `Component` wraps.
 
         Args:
-            call: Shows which picture an unannounced forward belongs to.
+            call: Tells which picture an unannounced forward belongs to.
         """
         return self.foreground.forward(call)
 

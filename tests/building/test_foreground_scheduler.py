@@ -113,7 +113,7 @@ class Bare:
     def step(self, within: Callable[[], None] = lambda: None) -> int:
         """One forward, a tenth of a second long; returns the epoch."""
         call = ModelCall(ComponentId(Role.UNET), 1, (self.shape,), self.left.pop(0))
-        with self.foreground.forward(call):
+        with self.foreground.forward(lambda: call):
             self.seconds += 0.1
             within()
             epoch = self.foreground.epoch
@@ -286,6 +286,12 @@ def test_nobody_halts_where_two_threads_draw(bare: Bare) -> None:
         bare.step()
         assert not work.done
         work.end()
+
+
+def test_an_announced_forward_is_not_asked_for_its_picture() -> None:
+    foreground = ForegroundScheduler()
+    with foreground.picture(), foreground.forward(lambda: pytest.fail("it was announced")):
+        assert foreground.pictures_begun == 1
 
 
 def test_nobody_halts_within_a_step(bare: Bare) -> None:
