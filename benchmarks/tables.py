@@ -147,6 +147,9 @@ def with_tables(text: str, results: Path) -> str:
         "neo compile sd15 at once": lambda: neo_compile_table(
             result("neo-compile-sd15-at-once-h200")
         ),
+        "neo compile sd15 max-autotune": lambda: neo_compile_table(
+            result("neo-compile-sd15-max-autotune-h200")
+        ),
         "webui phases": lambda: phases_table(
             [result(f"webui-phases-{host}-sdxl-h100") for host in ("a1111", "forge", "neo")]
         ),

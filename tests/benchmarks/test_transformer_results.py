@@ -20,7 +20,7 @@ def test_announced_calls_are_ahead_of_each_peer_at_each_size(model: str) -> None
     for size in TRANSFORMER_SIZES:
         exact, fp8 = (ms[(name, *size)] for name in ("ours-exact", "ours-fp8"))
         others = [each for (name, *at), each in ms.items() if tuple(at) == size and not _ours(name)]
-        assert len(others) >= 2
+        assert len(others) == 5
         assert fp8 < exact < min(others)
 
 
