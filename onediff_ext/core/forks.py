@@ -15,7 +15,8 @@ import os
 import threading
 import weakref
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 
@@ -74,6 +75,46 @@ class ThreadCounts(Counter[int]):
         """Keep the calling thread's count alone."""
         for thread in self.keys() - {threading.get_ident()}:
             del self[thread]
+
+
+class WhileWanted:
+    """A setting of the whole process that is another one while any thread wants it.
+
+    Args:
+        change: Called when the first thread begins to want it; returns what is called when the last
+            one has ended. In a forked process only the forking thread counts.
+    """
+
+    def __init__(self, change: Callable[[], Callable[[], object]]) -> None:
+        self._change = change
+        self._lock = fork_safe_lock()
+        self._threads = ThreadCounts()
+        self._take_back: Callable[[], object] | None = None
+        forgets_threads(self)
+
+    @contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Want it within the ``with`` block; blocks may be nested."""
+        with self._lock:
+            if self._take_back is None:
+                self._take_back = self._change()
+            self._threads.enter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads.leave()
+                self._settle()
+
+    def forget_other_threads(self) -> None:
+        """Keep it for the calling thread alone."""
+        self._threads.forget_other_threads()
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._threads and self._take_back is not None:
+            take_back, self._take_back = self._take_back, None
+            take_back()
 
 
 def _begin_in_child() -> None:

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from onediff_ext.core.forks import ThreadCounts, forgets_threads, fork_safe_lock
+from onediff_ext.core.forks import WhileWanted
 
 # Python 3.12 freezes some hundred objects of its own when it starts.
 _FROZEN_BY_PYTHON = 1000
 
 
-class _Collection:
-    def __init__(self) -> None:
-        self._lock = fork_safe_lock()
-        self._unwanted = ThreadCounts()
-        self._was_on = False
-        forgets_threads(self)
-
-    def pause(self) -> None:
-        with self._lock:
-            is_first = not self._unwanted
-            self._unwanted.enter()
-            if is_first:
-                self._was_on = gc.isenabled()
-                gc.disable()
-
-    def resume(self) -> None:
-        with self._lock:
-            self._unwanted.leave()
-            self._settle()
-
-    def forget_other_threads(self) -> None:
-        if self._unwanted:
-            self._unwanted.forget_other_threads()
-            self._settle()
-
-    def _settle(self) -> None:
-        if not self._unwanted and self._was_on:
-            if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
-                gc.freeze()
-                gc.unfreeze()  # all that is frozen, also what somebody else froze
-            gc.enable()
+def _pause() -> Callable[[], object]:
+    was_on = gc.isenabled()
+    gc.disable()
+    return _resume if was_on else lambda: None
 
 
-_collection = _Collection()
+def _resume() -> None:
+    if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
+        gc.freeze()
+        gc.unfreeze()  # all that is frozen, also what somebody else froze
+    gc.enable()
 
 
-@contextlib.contextmanager
+_pausing = WhileWanted(_pause)
+
+
+@contextmanager
 def without_collection() -> Iterator[None]:
     """Pause garbage collection within this ``with`` block, in all threads.
 
@@ -57,8 +37,5 @@ def without_collection() -> Iterator[None]:
     do not where the program has frozen objects, which stay frozen. Collection stays off where it
     was off before.
     """
-    _collection.pause()
-    try:
+    with _pausing.wanted():
         yield
-    finally:
-        _collection.resume()

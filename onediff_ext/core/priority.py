@@ -12,10 +12,12 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
-from onediff_ext.core.forks import ThreadCounts, forgets_threads, fork_safe_lock
+from onediff_ext.core.forks import WhileWanted
 
 # Nice values of a session beside sessions at 0: about 1/30 of the time, and 1/4.
 _WHILE_DRAWING, _BETWEEN_PICTURES = 15, 5
@@ -89,47 +91,19 @@ class SessionPriorities:
                 self._told[pid] = nice
 
 
-class _Switching:
-    def __init__(self) -> None:
-        self._lock = fork_safe_lock()
-        self._wanted = ThreadCounts()
-        self._usual_s = 0.0
-        forgets_threads(self)
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._wanted:
-                self._usual_s = sys.getswitchinterval()
-            self._wanted.enter()
-            sys.setswitchinterval(min(_SWITCH_S, self._usual_s))
-
-    def end(self) -> None:
-        with self._lock:
-            self._wanted.leave()
-            self._settle()
-
-    def forget_other_threads(self) -> None:
-        if self._wanted:
-            self._wanted.forget_other_threads()
-            self._settle()
-
-    def _settle(self) -> None:
-        if not self._wanted:
-            sys.setswitchinterval(self._usual_s)
+def _switch_often() -> Callable[[], object]:
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(_SWITCH_S, usual_s))
+    return partial(sys.setswitchinterval, usual_s)
 
 
-_switching = _Switching()
+_switching = WhileWanted(_switch_often)
 
 
-@contextlib.contextmanager
-def quick_switches() -> Iterator[None]:
+def quick_switches() -> AbstractContextManager[None]:
     """Let this process's threads switch often, for Python work beside a drawing thread.
 
     A drawing thread releases the GIL at nearly every operation. With the default interval it gets
     the GIL back only after 5 ms each time.
     """
-    _switching.begin()
-    try:
-        yield
-    finally:
-        _switching.end()
+    return _switching.wanted()

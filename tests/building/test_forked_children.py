@@ -41,7 +41,7 @@ LOCKS: dict[str, Callable[[Session], Any]] = {
     "torch": lambda session: TORCH_LOCK,
     "calls of pipelines": lambda session: pipeline_calls._lock,
     "loading": lambda session: standalone_artefact._loading,
-    "collection": lambda session: garbage_collection._collection._lock,
+    "collection": lambda session: garbage_collection._pausing._lock,
     "switches": lambda session: priority._switching._lock,
 }
 
