@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any
 
 
@@ -21,3 +22,9 @@ class StandIn:
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         """No attributes, for `vars` and `functools.wraps`; each by its name is there."""
         return {}
+
+    @property
+    def __code__(self) -> CodeType:
+        """Its own code, of which `torch.export` reads file and line where it runs Python itself."""
+        code: CodeType = type(self).__call__.__code__
+        return code

@@ -307,14 +307,15 @@ def test_the_prompts_part_is_not_done_twice(
         assert TORCH_COMPILES in component.captured.reason
 
 
-def test_a_strict_export_is_that_of_the_host(make_session: Callable[..., Session]) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_is_that_of_the_host(make_session: Callable[..., Session], strict: bool) -> None:
     unet, twin = models.unet(), models.unet()
     inputs = models.unet_inputs(unet, 2, 16, 16)
     compile_module(unet, session=make_session(channels_last=False))
     with torch.no_grad():
         unet(**inputs)
         found, expected = (
-            torch.export.export(each, (), inputs, strict=True) for each in (unet, twin)
+            torch.export.export(each, (), inputs, strict=strict) for each in (unet, twin)
         )
         assert [n.target for n in found.graph.nodes] == [n.target for n in expected.graph.nodes]
         assert torch.equal(found.module()(**inputs).sample, twin(**inputs).sample)
