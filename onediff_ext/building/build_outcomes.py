@@ -80,7 +80,17 @@ class BuildOutcomes:
             payload: The graph's bytes. The worker that built them has tried them out.
             build_s: Seconds in the worker; 0 is left out of the history.
         """
-        machine = machine_digest(kind.device)
+        self.store_graph(kind, payload, build_s)
+        if build_s:
+            machine = machine_digest(kind.device)
+            self._history.record_build(machine, self._backend_name, kind.label, build_s)
+
+    def store_graph(self, kind: BlockKind, payload: bytes, build_s: float) -> bool:
+        """As `store_built_graph`, for a graph whose build time says nothing of the next one's.
+
+        Returns:
+            Whether it is in the store.
+        """
         try:
             stored = store_new_graph(
                 self._library,
@@ -88,16 +98,15 @@ class BuildOutcomes:
                 payload,
                 label=kind.label,
                 backend=self._backend_name,
-                machine=machine,
+                machine=machine_digest(kind.device),
                 build_s=build_s,
             )
         except StoreError as exc:
             self.warn(exc)
-        else:
-            self._graph_trust.forget(kind)
-            self.on_stored(stored)
-        if build_s:
-            self._history.record_build(machine, self._backend_name, kind.label, build_s)
+            return False
+        self._graph_trust.forget(kind)
+        self.on_stored(stored)
+        return True
 
     def fail_kind(
         self, kind: BlockKind, exc: OneDiffError, *, attempts: int, lasting: bool

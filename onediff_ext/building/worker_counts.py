@@ -39,6 +39,14 @@ def workers_beside_foreground(
     return 1 if is_drawing and not options.workers else worker_count(options)
 
 
+def has_room_to_measure(device: torch.device) -> bool:
+    """Whether a worker has room for a block's weights and inputs as pictures have them."""
+    if device.type != "cuda":
+        return True
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes >= 4 * _WORKER_GPU_BYTES
+
+
 def workers_after_exit(device: torch.device) -> int:
     """Workers that may finish their graphs after the end of the process that started them.
 

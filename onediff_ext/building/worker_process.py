@@ -11,13 +11,13 @@ import queue
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import torch
@@ -27,6 +27,7 @@ from onediff_ext.building.build_folder import ALONE_LOCK
 from onediff_ext.building.worker.blame import MACHINE, MEMORY, blame_of
 from onediff_ext.building.worker.store_alone import BUILD_ALONE
 from onediff_ext.building.worker_failures import last_words, worker_lost_error
+from onediff_ext.building.worker_surroundings import worker_command, worker_environment
 from onediff_ext.core.errors import (
     BackendError,
     MachineError,
@@ -34,7 +35,6 @@ from onediff_ext.core.errors import (
     WorkerKilledError,
     WorkerLostError,
 )
-from onediff_ext.engine.backend_port import COMPILER_FILES_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ _START_TIMEOUT_S = 120.0
 _LOOK_AT_PACE_S = 1.0
 _BLAMED: dict[str, type[BackendError]] = {MACHINE: MachineError, MEMORY: WorkerKilledError}
 _PROGRAM, _GRAPH = "program.pt2", "graph.bin"  # in a worker's own folder
-_INSTALLED = ("site-packages", "dist-packages")
 _NO_ROOM_FOR_A_PROCESS = (errno.ENOMEM, errno.EAGAIN)
 
 
@@ -58,6 +57,22 @@ class Built:
 
     payload: bytes
     seconds: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A graph that took more effort than the stored one.
+
+    Args:
+        payload: Its bytes.
+        seconds: As in `Built`.
+        before_ms, after_ms: A call of the stored graph, and of this one.
+    """
+
+    payload: bytes
+    seconds: float
+    before_ms: float
+    after_ms: float
 
 
 class WorkerProcess:
@@ -112,8 +127,7 @@ class WorkerProcess:
             MachineError: There is no disk space, or no compiler.
             BackendError: It cannot be built, or its results differ from eager.
         """
-        answer, payload = self._work(program, None, device, timeout_s)
-        assert payload is not None
+        answer, payload = self._work("build", program, b"", device, timeout_s)
         return Built(payload, float(str(answer["seconds"])))
 
     def check_load(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
@@ -130,7 +144,32 @@ class WorkerProcess:
             MachineError: There is no disk space.
             BackendError: It cannot be loaded, or its results differ from eager.
         """
-        self._work(program, payload, device, timeout_s)
+        self._work("check load", program, payload, device, timeout_s)
+
+    def tune(
+        self,
+        payload: bytes,
+        program: bytes,
+        device: str,
+        timeout_s: float,
+        shapes: Sequence[Sequence[int]],
+    ) -> Tuned:
+        """Build a graph again with more effort, try it out, and measure it beside the stored one.
+
+        Args:
+            payload: The stored graph's bytes.
+            program: From `BlockKind.export`.
+            device: The device that the graph is for, such as ``"cuda:0"``.
+            timeout_s: What takes longer counts as lost.
+            shapes: Of the inputs to measure with, as in `BlockKind.shapes`.
+
+        Raises:
+            WorkerLostError, MachineError, BackendError: As for `build`.
+        """
+        more = {"shapes": json.dumps([list(shape) for shape in shapes])}
+        answer, tuned = self._work("tune", program, payload, device, timeout_s, more)
+        times = (float(str(answer[name])) for name in ("seconds", "before_ms", "after_ms"))
+        return Tuned(tuned, *times)
 
     def hand_over(self, program: bytes, store_request: Mapping[str, object]) -> bool:
         """Let a worker that builds, or is being started for a build, finish without this process.
@@ -201,8 +240,14 @@ class WorkerProcess:
             self._end()
 
     def _work(
-        self, program: bytes, payload: bytes | None, device: str, timeout_s: float
-    ) -> tuple[dict[str, object], bytes | None]:
+        self,
+        task: str,
+        program: bytes,
+        payload: bytes,
+        device: str,
+        timeout_s: float,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[dict[str, object], bytes]:
         self._device, self._was_asked = torch.device(device), False
         try:
             scratch = self._start()
@@ -211,17 +256,16 @@ class WorkerProcess:
                 is_asked, self._was_asked = self._was_asked, True
                 if not is_asked:
                     (scratch / _PROGRAM).write_bytes(program)
-                    if payload is not None:
+                    if payload:
                         target.write_bytes(payload)
-                    task = "build" if payload is None else "check load"
-                    self._ask(self._request(task, scratch, device))
+                    self._ask({**self._request(task, scratch, device), **more})
             answer = self._read_answer(timeout_s)
             if "error" in answer:
                 error = _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
                 if answer.get("needs_restart") or isinstance(error, WorkerLostError):
                     self._end()  # the next build starts another process
                 raise error
-            made = target.read_bytes() if payload is None else None
+            made = b"" if task == "check load" else target.read_bytes()
             target.unlink()
         except OSError as exc:
             self._end()
@@ -260,7 +304,7 @@ class WorkerProcess:
         return scratch
 
     def _popen(self, scratch: Path, stdin: int | IO[bytes], stdout: int) -> subprocess.Popen[str]:
-        command = _command(self.script)
+        command = worker_command(self.script)
         with (scratch / "log").open("wb") as log:
             return subprocess.Popen(
                 [*command, "background"] if self._in_background else command,
@@ -271,7 +315,7 @@ class WorkerProcess:
                 errors="replace",
                 # Not the user's current folder: it may hold modules and programs of any kind.
                 cwd=scratch,
-                env=_environment(self._cache, scratch, self._compiler_files),
+                env=worker_environment(self._cache, scratch, self._compiler_files),
                 start_new_session=True,  # a group of its own: its compilers end with it
             )
 
@@ -344,39 +388,3 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
-
-
-def _command(script: Path) -> list[str]:
-    """The command that starts a worker with this process's package and libraries."""
-    flags = sys.flags
-    options = ["-I"] if flags.isolated else []
-    options += ["-E"] if flags.ignore_environment else []
-    options += ["-s"] if flags.no_user_site else []
-    package = Path(onediff_ext.__file__).resolve().parent
-    # Where packages are installed, and never a script's folder or the current one.
-    folders = {Path(entry) for entry in sys.path if entry.endswith(_INSTALLED)}
-    folders |= {
-        Path(found).resolve().parent.parent
-        for name in ("torch", "filelock")
-        if (found := getattr(sys.modules.get(name), "__file__", None))
-    }
-    where = os.pathsep.join(sorted(str(f) for f in folders if f.is_absolute()))
-    return [sys.executable, *options, str(script), str(package), where]
-
-
-def _environment(cache: Path, scratch: Path, compiler_files: Path) -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return {
-        COMPILER_FILES_VARIABLE: str(compiler_files),
-        **os.environ,
-        # An empty or relative entry means the current folder, which differs in the worker.
-        "PYTHONPATH": os.pathsep.join(entry for entry in inherited if os.path.isabs(entry)),
-        # Not the user's cache: builds leave nothing behind and find nothing old. And not another
-        # worker's: a killed compiler leaves partial files.
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # several workers share the cores already
-        # Deleted with the worker. Windows reads TMP and TEMP.
-        **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(scratch)),
-        "OMP_NUM_THREADS": "1",
-    }

@@ -19,6 +19,7 @@ _NEVER_COMPILED = ("text_encoder", "text_encoder_2", "text_encoder_3", "safety_c
 BACKENDS = ("inductor", "oneflow", "eager")
 PRECISIONS = ("exact", "fp8", "int8", "fp16-accumulation")
 BUILD_POLICIES = ("background", "wait", "never")
+TUNING_POLICIES = ("off", "idle")
 _OPTIONAL_NUMBERS = ("workers", "capture_limit_bytes")
 _NUMBERS = (
     *_OPTIONAL_NUMBERS, "store_limit_bytes", "build_timeout_s", "build_attempts", "capture_limit",
@@ -50,6 +51,9 @@ class CompileOptions:
         build_attempts: Attempts for a kind whose worker failed, crashed, hung or ran out of
             memory, before the kind runs eager. It stays eager for good after two failures of
             workers that nothing had killed, otherwise until the next start.
+        tuning: ``"idle"`` has graphs built again with more effort while the machine is idle, and
+            takes those that are measured to be faster. It is meant for GPUs, and was not measured
+            on one; ``"off"`` is the default until it was.
         channels_last: Keep convolution weights and activations in NHWC order.
         captures: On a GPU, replay whole forwards as CUDA graphs.
         spot_checks: Occasionally compare a graph or CUDA graph in use with eager again, which
@@ -72,6 +76,7 @@ class CompileOptions:
     workers: int | None = None
     build_timeout_s: float = 600.0
     build_attempts: int = 3
+    tuning: str = "off"
     channels_last: bool = True
     captures: bool = True
     spot_checks: bool = True
@@ -84,6 +89,7 @@ class CompileOptions:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("build", self.build, BUILD_POLICIES)
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("tuning policy", self.tuning, TUNING_POLICIES)
         object.__setattr__(self, "step_cache", str(StepCacheOptions.parse(self.step_cache)))
         if not isinstance(self.cfg_parallel, str) or not _DEVICE.fullmatch(self.cfg_parallel):
             raise OptionError(

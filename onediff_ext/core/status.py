@@ -38,6 +38,10 @@ class Status:
         cancelled: Whether the user cancelled builds of kinds that are still missing. The next
             picture that needs them has them built.
         paused: Whether the user paused builds; none starts until the user presses Go on.
+        tuned, to_tune: Finished and wanted graphs of what is tuned now, while the machine is idle;
+            0 when nothing is.
+        tuning_gain: How much faster tuning has made the blocks of the current checkpoint, 0.04
+            for 4%; None when it has not.
         captures: CUDA graphs in memory.
         speedup: Measured eager time over compiled time of one step, at the last picture's
             size; before the first picture, at all measured sizes; None when not measured.
@@ -81,6 +85,9 @@ class Status:
     waiting: int = 0
     cancelled: bool = False
     paused: bool = False
+    tuned: int = 0
+    to_tune: int = 0
+    tuning_gain: float | None = None
     captures: int = 0
     speedup: float | None = None
     pays_off_after: int | None = None
@@ -129,10 +136,13 @@ class Status:
 
     def _drawing(self) -> str:
         if self.running in ("compiled", COMPILED_IN_PART):
-            gain = ""
+            gains = []
             if self.speedup is not None:
                 times = times_faster(self.speedup)
-                gain = " (no gain measured)" if times is None else f" ({times}x measured)"
+                gains.append("no gain measured" if times is None else f"{times}x measured")
+            if self.tuning_gain is not None:
+                gains.append(f"tuned, +{self.tuning_gain:.0%}")
+            gain = f" ({'; '.join(gains)})" if gains else ""
             return f"{self.running}{self._part()}{gain}"
         # During a build, the build is the reason, and the line says so already.
         return self.running if self.building else self._because(self.running)
@@ -155,6 +165,8 @@ class Status:
         if self.waiting and (self.paused or self.cancelled):
             why = "paused" if self.paused else "cancelled"
             return f", {self.waiting} not built ({why})"
+        if self.to_tune:
+            return f", tuning {self.tuned} of {self.to_tune} while idle"
         if self.sizes_needed:
             return f", warming up {self.sizes_done} of {self.sizes_needed} sizes"
         return ""

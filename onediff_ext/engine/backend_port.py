@@ -77,6 +77,34 @@ class Backend(ABC):
             BackendError: The block cannot be compiled; the reason is in the message.
         """
 
+    def tuning(self, device: torch.device) -> str | None:  # noqa: ARG002
+        """Name what `build_tuned` does. Graphs are tuned again when this text changes.
+
+        Args:
+            device: Where the graph shall run.
+
+        Returns:
+            The settings, for example; None, the default, where `build` does all there is.
+        """
+        return None
+
+    def build_tuned(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
+        """As `build`, with what takes too long while somebody waits for the graph.
+
+        It may measure on the device, which nothing else uses meanwhile.
+
+        Args:
+            program, device: As for `build`.
+
+        Returns:
+            A graph that takes the same arguments. It is compared and measured, so it need not be
+            faster.
+
+        Raises:
+            BackendError: As for `build`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def load(self, payload: bytes, device: torch.device) -> Graph:
         """Load a graph that `build` returned, without compiling.

@@ -11,12 +11,23 @@ from contextlib import contextmanager
 from onediff_ext.building.background_builds import BackgroundBuilds
 from onediff_ext.building.build_progress import ProgressListener
 from onediff_ext.building.builder import Builder
+from onediff_ext.building.idle_tuning import IdleTuning
 from onediff_ext.core.words import counted
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.session.met_kinds import MetKinds
 from onediff_ext.session.stored_graph_lookup import StoredGraphLookup
 
 _ANY_EPOCH = sys.maxsize
+
+
+def end_builds(background: BackgroundBuilds, tuning: IdleTuning) -> None:
+    """End all builds of a session at once.
+
+    Args:
+        background, tuning: Of the session, which may be gone already.
+    """
+    tuning.close()
+    background.close()
 
 
 class BuildControl:
@@ -29,6 +40,7 @@ class BuildControl:
 
     Attributes:
         background: The builds beside the pictures.
+        tuning: The builds while the machine is idle.
     """
 
     def __init__(self, builder: Builder, kinds: MetKinds, lookup: StoredGraphLookup) -> None:
@@ -38,6 +50,12 @@ class BuildControl:
         to_build = weakref.WeakMethod(self._to_build)
         self.background = BackgroundBuilds(
             builder, lambda: [] if (method := to_build()) is None else method()
+        )
+        background = self.background
+        self.tuning = IdleTuning(
+            self._context,
+            kinds.current,
+            is_building=lambda: background.is_building or builder.run is not None,
         )
         self._holders = 0
 
@@ -61,9 +79,10 @@ class BuildControl:
             self.background.start()
 
     def after_picture(self) -> None:
-        """Build in the background what a picture found missing."""
+        """Build in the background what a picture found missing, and tune what is there."""
         if self._context.options.build != "wait":
             self.background.start()
+        self.tuning.start()
 
     @contextmanager
     def holding(self) -> Iterator[None]:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from onediff_ext.backends.registry import choose_backend
-from onediff_ext.building.background_builds import BackgroundBuilds
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.build_folder import remove_stale
 from onediff_ext.building.build_progress import ProgressListener
@@ -32,7 +31,7 @@ from onediff_ext.engine.cuda_graphs.recorder import CudaRecorder
 from onediff_ext.engine.machine import machine_entries
 from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.torch_versions import keep_device_guard
-from onediff_ext.session.build_control import BuildControl
+from onediff_ext.session.build_control import BuildControl, end_builds
 from onediff_ext.session.checkpoint_use import CheckpointUse
 from onediff_ext.session.incident_reports import write_incident
 from onediff_ext.session.last_picture import Drawn, Fallback, Fallbacks, LastPicture
@@ -69,6 +68,7 @@ class Session(KindRegistry):
         build_context: What all parts of building share.
         builder: Builds kinds; `builder.run` is the present build run.
         background: The builds beside the pictures.
+        tuning: The builds while the machine is idle.
         read_ahead: Graphs that are loaded while a checkpoint's weights are.
         cuda_graphs: The CUDA graphs.
         memory: Gives memory back to the rest of a picture and to the host.
@@ -104,7 +104,7 @@ class Session(KindRegistry):
         self._lookup = StoredGraphLookup(self.build_context, self.read_ahead)
         self.builder = Builder(self.build_context)
         self._builds = BuildControl(self.builder, self._met, self._lookup)
-        self.background = self._builds.background
+        self.background, self.tuning = self._builds.background, self._builds.tuning
         self.stage, self.sizes_done, self.substituted = "", (0, 0), substituted or ""
         self.checkpoint: CheckpointUse | None = None
         self.memory = SessionMemory(self)
@@ -122,7 +122,7 @@ class Session(KindRegistry):
         if substituted is not None:
             self.fell_back(f"the {options.backend} backend", substituted)
             logger.warning("%s", substituted)
-        weakref.finalize(self, BackgroundBuilds.close, self.background)  # also when Python ends
+        weakref.finalize(self, end_builds, self.background, self.tuning)  # also when Python ends
 
     @property
     def listener(self) -> ProgressListener | None:
@@ -392,7 +392,7 @@ class Session(KindRegistry):
     def close(self) -> None:
         """End builds, worker processes and threads; graphs in use go on working."""
         self.read_ahead.cancel()
-        self.background.close()
+        end_builds(self.background, self.tuning)
 
     def _look_up_again(self, kinds: Sequence[BlockKind]) -> None:
         for kind in kinds:

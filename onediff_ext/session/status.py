@@ -10,6 +10,7 @@ import torch
 
 from onediff_ext.building.background_builds import BackgroundBuilds
 from onediff_ext.building.builder import Builder
+from onediff_ext.building.idle_tuning import IdleTuning
 from onediff_ext.building.read_ahead import ReadAhead
 from onediff_ext.building.worker_counts import worker_count
 from onediff_ext.core.options import CompileOptions
@@ -40,6 +41,8 @@ class StatusSource(Protocol):
     def builder(self) -> Builder: ...
     @property
     def background(self) -> BackgroundBuilds: ...
+    @property
+    def tuning(self) -> IdleTuning: ...
     @property
     def backend(self) -> Backend: ...
     @property
@@ -78,6 +81,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
     missing = len(kinds) - ready - failed
     run = session.builder.run
     building = session.background.is_building or run is not None
+    tuning = session.tuning
     captures = len(session.cuda_graphs)
     cancelled = any(map(session.background.is_cancelled, session.missing()))
     compiled, eager_blocks = _blocks(session)
@@ -116,6 +120,9 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         waiting=0 if building else missing,
         cancelled=cancelled,
         paused=session.background.is_paused,
+        tuned=tuning.kinds_done,
+        to_tune=tuning.kinds_wanted,
+        tuning_gain=tuning.gain(kinds),
         captures=captures,
         speedup=speedup_of(mine if size_is_measured else () if sizes else steps),
         pays_off_after=pictures_until_it_pays(

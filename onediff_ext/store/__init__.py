@@ -1,7 +1,13 @@
 """The store: graphs on disk, and records of their builds and of the checkpoints that use them."""
 
 from onediff_ext.store.build_history import BuildHistory, StepRecord
-from onediff_ext.store.build_records import BuildRecord, BuildRecords, Failure, LoadCheck
+from onediff_ext.store.build_records import (
+    BuildRecord,
+    BuildRecords,
+    Failure,
+    LoadCheck,
+    Tuning,
+)
 from onediff_ext.store.checkpoints import CheckpointListing, CheckpointRecords
 from onediff_ext.store.content_hash import ContentHashes
 from onediff_ext.store.default_root import default_root
@@ -38,6 +44,7 @@ __all__ = [
     "StoreBusyError",
     "StoreProblem",
     "StoredGraph",
+    "Tuning",
     "UnknownSchemaError",
     "default_root",
 ]

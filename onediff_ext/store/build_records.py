@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import count, mapping, number, text
@@ -27,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 _SCHEMA = 2
 _LOCK_TIMEOUT_S = 10.0
 # For a store that several machines share. The oldest are forgotten first.
-_MAX_LOAD_CHECKS = 16
+_MAX_MACHINES = 16
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,25 @@ class LoadCheck:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """What it brought to build one graph again with more effort, on one machine.
+
+    Args:
+        settings: From `Backend.tuning`. Others are worth another attempt.
+        before_ms: A call of the graph that was stored, at the size of the kind's first call.
+        after_ms: A call of the graph that is stored now: the same one if the other was no faster.
+        problem: Why there was nothing to measure, or ``""``.
+        at: Seconds since the epoch.
+    """
+
+    settings: str
+    before_ms: float
+    after_ms: float
+    problem: str
+    at: float
+
+
+@dataclass(frozen=True)
 class Eviction:
     """Why a kind's graph was deleted.
 
@@ -85,6 +105,7 @@ class BuildRecord:
         failure: Why it cannot be built, or None.
         load_checks: Digest of a machine → the load check there. Stored as "proofs".
         eviction: Why its graph was deleted, or None.
+        tunings: Digest of a machine → what tuning brought there.
     """
 
     digest: str
@@ -92,6 +113,7 @@ class BuildRecord:
     failure: Failure | None = None
     load_checks: dict[str, LoadCheck] = field(default_factory=dict)
     eviction: Eviction | None = None
+    tunings: dict[str, Tuning] = field(default_factory=dict)
 
 
 class BuildRecords:
@@ -171,21 +193,36 @@ class BuildRecords:
 
         def add(build_record: BuildRecord) -> BuildRecord:
             load_checks = {**build_record.load_checks, machine: load_check}
-            latest = sorted(load_checks, key=lambda name: -load_checks[name].at)[:_MAX_LOAD_CHECKS]
-            kept = {name: load_checks[name] for name in latest}
+            kept = _latest(load_checks)
             return replace(build_record, label=label, failure=None, load_checks=kept)
 
         self._change(digest, label, add)
 
+    def record_tuning(self, digest: str, label: str, *, machine: str, tuning: Tuning) -> None:
+        """Record what tuning a kind's graph brought on a machine.
+
+        Args:
+            digest: Of the kind's key.
+            label: Of the kind.
+            machine: Digest of the machine.
+            tuning: What was measured.
+        """
+
+        def add(build_record: BuildRecord) -> BuildRecord:
+            tunings = {**build_record.tunings, machine: tuning}
+            return replace(build_record, label=label, tunings=_latest(tunings))
+
+        self._change(digest, label, add)
+
     def record_eviction(self, digest: str, reason: str) -> None:
-        """Record why a kind's graph was deleted.
+        """Record why a kind's graph was deleted; what it was tuned to is gone with it.
 
         Args:
             digest: Of the kind's key.
             reason: As in `Eviction`.
         """
         eviction = Eviction(reason, time.time())
-        self._change(digest, digest[:12], lambda v: replace(v, eviction=eviction))
+        self._change(digest, digest[:12], lambda v: replace(v, eviction=eviction, tunings={}))
 
     def failures(self) -> Iterator[BuildRecord]:
         """Yield the records of kinds that cannot be built, sorted by digest."""
@@ -231,9 +268,19 @@ class BuildRecords:
         return self.folder.build_records / f"{digest}.json"
 
 
+_OfMachine = TypeVar("_OfMachine", LoadCheck, Tuning)
+
+
+def _latest(of_machines: Mapping[str, _OfMachine]) -> dict[str, _OfMachine]:
+    latest = sorted(of_machines, key=lambda name: -of_machines[name].at)[:_MAX_MACHINES]
+    return {name: of_machines[name] for name in latest}
+
+
 def _as_json(build_record: BuildRecord) -> dict[str, object]:
     """The record as it is stored; on disk the load checks are called "proofs"."""
     fields = asdict(build_record)
+    if not build_record.tunings:  # as records were before there were any
+        del fields["tunings"]
     return {"schema": _SCHEMA, "proofs": fields.pop("load_checks"), **fields}
 
 
@@ -248,6 +295,7 @@ def _parse(digest: str, record: object) -> BuildRecord:
     load_checks = {
         name: _load_check(mapping(load_check, "proof")) for name, load_check in listed.items()
     }
+    tunings = mapping(fields.get("tunings", {}), "list of tunings")
     if schema != _SCHEMA:
         load_checks = {
             name: load_check for name, load_check in load_checks.items() if not load_check.problem
@@ -258,6 +306,7 @@ def _parse(digest: str, record: object) -> BuildRecord:
         failure=None if failure is None else _failure(mapping(failure, "failure")),
         load_checks=load_checks,
         eviction=None if eviction is None else _eviction(mapping(eviction, "eviction")),
+        tunings={name: _tuning(mapping(each, "tuning")) for name, each in tunings.items()},
     )
 
 
@@ -273,6 +322,16 @@ def _failure(fields: Mapping[str, object]) -> Failure:
 def _load_check(fields: Mapping[str, object]) -> LoadCheck:
     return LoadCheck(
         payload_sha256=text(fields, "payload_sha256"),
+        problem=text(fields, "problem"),
+        at=number(fields, "at"),
+    )
+
+
+def _tuning(fields: Mapping[str, object]) -> Tuning:
+    return Tuning(
+        settings=text(fields, "settings"),
+        before_ms=number(fields, "before_ms"),
+        after_ms=number(fields, "after_ms"),
         problem=text(fields, "problem"),
         at=number(fields, "at"),
     )

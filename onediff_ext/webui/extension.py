@@ -73,6 +73,7 @@ class Extension:
             store=self.settings.store,
             store_limit_bytes=self.settings.store_limit_bytes,
             build=self.settings.build,
+            tuning=self.settings.tuning,
         )
 
     def before_load(self, job: Any) -> None:

@@ -74,6 +74,12 @@ SETTINGS = (
         BACKENDS,
     ),
     Setting("onediff_build", "Build missing graphs", next(iter(BUILDS)), choices=tuple(BUILDS)),
+    Setting(
+        "onediff_tuning",
+        "Tune graphs while the machine is idle",
+        CompileOptions.tuning != "off",
+        "builds them again with more effort and keeps the faster ones; for GPUs",
+    ),
     Setting("onediff_warm_up", "When a checkpoint loads, warm up", WARM_UPS[0], choices=WARM_UPS),
     Setting(
         "onediff_warm_up_sizes",
@@ -152,6 +158,11 @@ class Settings:
     def build(self) -> str:
         """When missing graphs are built, as `CompileOptions.build`."""
         return BUILDS[self.get("onediff_build")]
+
+    @property
+    def tuning(self) -> str:
+        """When graphs are tuned, as `CompileOptions.tuning`."""
+        return "idle" if self.get("onediff_tuning") else "off"
 
 
 def add_settings(options: Any, option_info: Any, gradio: Any, *, with_folders: bool = True) -> None:

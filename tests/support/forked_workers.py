@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import pytest
 
-from onediff_ext.building import worker_process
 from onediff_ext.building.worker_process import WorkerProcess
+from onediff_ext.building.worker_surroundings import worker_command, worker_environment
 from onediff_ext.engine.backend_port import COMPILER_FILES_VARIABLE
 
 _SERVER = Path(__file__).with_name("fork_server.py")
@@ -177,7 +177,7 @@ class ForkServer:
         """The socket to the server, which is started for it."""
         if self._socket is None:
             ours, theirs = socket.socketpair()
-            command = worker_process._command(_SERVER)
+            command = worker_command(_SERVER)
             number = command.index(str(_SERVER)) + 1
             self.process = subprocess.Popen(
                 [*command[:number], str(theirs.fileno()), *command[number:]],
@@ -275,7 +275,7 @@ def fork_workers(patch: pytest.MonkeyPatch) -> None:
     script = WorkerProcess.script
 
     def popen(worker: WorkerProcess, scratch: Path, stdin: int | IO[bytes], stdout: int) -> Any:
-        environment = worker_process._environment(worker._cache, scratch, worker._compiler_files)
+        environment = worker_environment(worker._cache, scratch, worker._compiler_files)
         if worker.script != script or not _server().serves(environment):
             return own(worker, scratch, stdin, stdout)  # a test is about these
         return _server().start(worker, environment, scratch, stdin, stdout)

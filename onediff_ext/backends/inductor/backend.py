@@ -12,13 +12,16 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 from onediff_ext.backends.inductor.aot_library import CPU_CONFIG, build_library, load_library
 from onediff_ext.backends.inductor.standalone_artefact import (
     CUDA_CONFIG,
+    TUNED_CONFIG,
     build_artefact,
+    can_be_tuned,
     load_artefact,
 )
 from onediff_ext.backends.inductor.triton_package import missing_reason
@@ -85,7 +88,23 @@ class InductorBackend(Backend):
             steps.append(_checksum_of_torch)
         return steps
 
+    def tuning(self, device: torch.device) -> str | None:
+        if device.type != "cuda" or not can_be_tuned():
+            return None
+        return " ".join(f"{k}={v}" for k, v in sorted(TUNED_CONFIG.items()))
+
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
+        return self._build(program, device, CUDA_CONFIG)
+
+    def build_tuned(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
+        return self._build(program, device, TUNED_CONFIG)
+
+    def _build(
+        self,
+        program: torch.export.ExportedProgram,
+        device: torch.device,
+        settings: Mapping[str, Any],
+    ) -> bytes:
         # The graph's own fake tensors, never real ones: real tensors make the weights' shapes
         # symbolic, which is slower and gives one kind another kind's code.
         import torch.fx.experimental._config as symbolic_config
@@ -97,7 +116,7 @@ class InductorBackend(Backend):
                     return build_library(program.graph_module, fakes)
                 from onediff_ext.backends.inductor.kernels.rewrite import with_kernels
 
-                return build_artefact(with_kernels(program.graph_module), fakes)
+                return build_artefact(with_kernels(program.graph_module), fakes, settings)
         except BackendError:
             raise
         except Exception as exc:  # Inductor raises many unrelated types

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,12 +54,34 @@ def cuda_config(platform: str) -> Mapping[str, Any]:
 
 
 CUDA_CONFIG = cuda_config(sys.platform)
-_NEWER = frozenset({"deterministic"})  # settings that torch 2.8 does not have
+# What takes too long while somebody waits: matrix products and convolutions are chosen among
+# libraries and Triton kernels by their times. That is measured while the graph is built. What
+# Inductor would measure in each process that draws stays off: `deterministic` would switch both
+# off, so its part for reductions stands here by itself.
+TUNED_CONFIG: Mapping[str, Any] = {
+    **CUDA_CONFIG,
+    "deterministic": False,
+    "test_configs.force_filter_reduction_configs": True,
+    "max_autotune_gemm": True,
+}
+# Settings that torch 2.8 does not have.
+_NEWER = frozenset({"deterministic", "test_configs.force_filter_reduction_configs"})
 # Older torch versions change a setting for all threads, so two threads must not load at once.
 _loading = fork_safe_lock()
 
 
-def build_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
+def can_be_tuned() -> bool:
+    """Whether this torch has all settings of `TUNED_CONFIG`."""
+    from torch._inductor import config
+
+    return all(map(partial(_has, config), _NEWER))
+
+
+def build_artefact(
+    graph_module: torch.fx.GraphModule,
+    fakes: list[Any],
+    settings: Mapping[str, Any] = CUDA_CONFIG,
+) -> bytes:
     """Compile a graph and return the artefact's bytes.
 
     A CPU can build and run artefacts too, but it compiles their C++ again at each load.
@@ -66,14 +89,15 @@ def build_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> byte
     Args:
         graph_module: Takes the weights, then the inputs, all flattened.
         fakes: Fake tensors for its inputs, with symbolic shapes.
+        settings: `CUDA_CONFIG` or `TUNED_CONFIG`.
     """
     from torch._inductor import config, standalone_compile
 
     ready_for_standalone_compile(graph_module)
-    settings = {k: v for k, v in CUDA_CONFIG.items() if k not in _NEWER or hasattr(config, k)}
+    known = {k: v for k, v in settings.items() if k not in _NEWER or _has(config, k)}
     # Inductor's pool of compiler processes does not take our settings over: once a process has one,
     # our own kernels would be left out of the artefact.
-    with config.patch({**settings, "compile_threads": 1}), our_choices():
+    with config.patch({**known, "compile_threads": 1}), our_choices():
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
         path = Path(folder) / "graph.bin"
@@ -102,6 +126,11 @@ def load_artefact(payload: bytes, index: int | None = None) -> Graph:
         return outputs if isinstance(outputs, (list, tuple)) else (outputs,)
 
     return run
+
+
+def _has(config: Any, setting: str) -> bool:
+    found = reduce(lambda at, name: getattr(at, name, None), setting.split("."), config)
+    return found is not None
 
 
 @contextlib.contextmanager

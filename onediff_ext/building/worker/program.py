@@ -4,7 +4,8 @@ It reads one JSON object per line: ``{"task": "build", "program": path, "graph":
 name, "device": "cpu"}``. It answers each with ``{"seconds": s}`` or ``{"error": text, "blame":
 "graph", "machine" or "memory"}``, with ``"needs_restart": true`` when it can build nothing more.
 The task ``"build"`` writes the graph. The task ``"check load"`` reads a stored graph, which may
-crash the process.
+crash the process. The task ``"tune"`` reads a stored graph, writes another one that took more
+effort, and adds ``"before_ms"`` and ``"after_ms"``, a call of each, to its answer.
 
 The task ``"store alone"`` (`store_alone`) comes when the parent ends: the worker finishes the build
 before it, stores the graph, and ends. Tasks ``"build alone"`` come from a parent that has ended:
@@ -32,6 +33,7 @@ from onediff_ext.building.worker.store_alone import BUILD_ALONE, STORE_ALONE, Al
 from onediff_ext.core.priority import give_memory_first, lower_priority
 from onediff_ext.core.words import first_line
 
+TUNE = "tune"
 _Request = dict[str, str] | None  # None after the last one
 
 
@@ -120,6 +122,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     import torch
 
     from onediff_ext.backends.registry import make_backend
+    from onediff_ext.building.worker.speed import call_times_ms
     from onediff_ext.building.worker.trial import try_out
     from onediff_ext.core.errors import OneDiffError
     from onediff_ext.engine.export.exporter import load_program
@@ -137,19 +140,31 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         blame = MACHINE if _blame(exc) == MACHINE else MEMORY
         return failed(f"The exported block cannot be read: {first_line(str(exc))}", blame)
     try:
-        is_new = request["task"] in ("build", BUILD_ALONE)
-        payload = backend.build(program, device) if is_new else graph.read_bytes()
-        problem = try_out(program, backend.load(payload, device), device)
+        task, times = request["task"], {}
+        stored = graph.read_bytes() if task in ("check load", TUNE) else b""
+        payload = stored
+        if task == TUNE:
+            payload = backend.build_tuned(program, device)
+        elif task != "check load":
+            payload = backend.build(program, device)
+        loaded = backend.load(payload, device)
+        problem = try_out(program, loaded, device)
         if problem is not None:
             return failed(problem, "graph")
-        if is_new:
+        if task == TUNE:
+            shapes = json.loads(request["shapes"])
+            both = [backend.load(stored, device), loaded]
+            before_ms, after_ms = call_times_ms(both, program, shapes, device)
+            times = {"before_ms": before_ms, "after_ms": after_ms}
+        if payload is not stored:
             graph.write_bytes(payload)
     except OneDiffError as exc:
         return failed(first_line(exc.message), _blame(exc))
     except Exception as exc:  # compilers raise anything; this process exists to contain it
         return failed(f"{type(exc).__name__}: {first_line(str(exc))}", _blame(exc))
     # Beside pictures a build waits for the processors, which says nothing about the next one.
-    return {"seconds": min(time.perf_counter() - start, _processor_s() - computed_before)}
+    seconds = min(time.perf_counter() - start, _processor_s() - computed_before)
+    return {"seconds": seconds, **times}
 
 
 def _processor_s() -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.checking.compare_with_eager import compare_all
 from onediff_ext.engine.export.exporter import input_fakes, is_channels_last
@@ -42,6 +44,40 @@ def try_out(
             shapes = [tuple(argument.shape) for argument in arguments[-2:]]
             return f"at sizes {shapes} the new graph {comparison.problem}"
     return None
+
+
+def random_inputs(
+    program: torch.export.ExportedProgram, shapes: Sequence[Sequence[int]], device: torch.device
+) -> list[torch.Tensor]:
+    """Return noise for a program's weights and inputs.
+
+    Args:
+        program: The exported block.
+        shapes: Of its inputs, which come after the weights.
+        device: Where the noise lies.
+
+    Raises:
+        BackendError: The program takes no inputs of these shapes.
+    """
+    fakes = input_fakes(program)
+    sizes: dict[object, int] = {}
+    for fake, shape in zip(fakes[len(fakes) - len(shapes) :], shapes, strict=True):
+        if not _fits(fake, shape):
+            raise BackendError(f"The program takes no input of shape {tuple(shape)}.")
+        for size, wanted in zip(fake.shape, shape, strict=True):
+            if isinstance(size, torch.SymInt):
+                sizes.setdefault(size.node.expr, wanted)
+    generator = torch.Generator().manual_seed(0)
+    trial = (2,) * max(len(fake.shape) for fake in fakes)  # of symbols that no input has
+    return [_random_like(fake, trial, sizes, device, generator) for fake in fakes]
+
+
+def _fits(fake: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether a program's input may have a shape; a symbol may have any size."""
+    return len(fake.shape) == len(shape) and all(
+        isinstance(size, torch.SymInt) or size == wanted
+        for size, wanted in zip(fake.shape, shape, strict=True)
+    )
 
 
 def _random_like(

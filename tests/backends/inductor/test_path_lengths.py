@@ -14,7 +14,7 @@ import torch
 from onediff_ext.backends.inductor.aot_library import build_library
 from onediff_ext.backends.inductor.standalone_artefact import cuda_config
 from onediff_ext.building.build_folder import BuildFolder
-from onediff_ext.building.worker_process import _environment
+from onediff_ext.building.worker_surroundings import worker_environment
 from onediff_ext.core.errors import BackendError
 from onediff_ext.store.default_root import default_root
 from onediff_ext.store.folder import StoreFolder
@@ -35,7 +35,7 @@ def below_temp(tmp_path: Path) -> dict[str, PureWindowsPath]:
     """The folders of a build worker's compilers on Windows, by their environment variables."""
     build = BuildFolder(tmp_path)
     scratch = build.path / "worker-12345678"  # as `tempfile.mkdtemp` names it
-    found = _environment(build.path, scratch, tmp_path / "compiler-files")
+    found = worker_environment(build.path, scratch, tmp_path / "compiler-files")
     build.remove()
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMP")
     return {

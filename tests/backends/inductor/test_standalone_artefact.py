@@ -10,7 +10,12 @@ import torch._inductor
 from torch import nn
 from torch._inductor import config
 
-from onediff_ext.backends.inductor.standalone_artefact import build_artefact
+from onediff_ext.backends.inductor.standalone_artefact import (
+    CUDA_CONFIG,
+    TUNED_CONFIG,
+    build_artefact,
+    can_be_tuned,
+)
 from onediff_ext.engine.export.exporter import input_fakes
 
 
@@ -33,3 +38,14 @@ def test_kernels_are_compiled_where_the_settings_are(monkeypatch: pytest.MonkeyP
             build_artefact(program.graph_module, input_fakes(program))
         assert config.compile_threads == 4
     assert seen == [{"compile_threads": 1, "static_launch_user_defined_triton_kernels": True}]
+
+
+def test_a_tuned_graph_measures_products_while_it_is_built_and_nothing_else() -> None:
+    assert can_be_tuned()
+    assert set(CUDA_CONFIG) < set(TUNED_CONFIG)
+    with config.patch(dict(TUNED_CONFIG)):
+        assert config.max_autotune_gemm
+        assert not config.deterministic  # it would forbid measurements
+        assert config.test_configs.force_filter_reduction_configs
+        assert not config.triton.autotune_pointwise
+        assert not config.autotune_local_cache
