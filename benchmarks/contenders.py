@@ -72,10 +72,12 @@ class Ours(Contender):
 
     is_peer = False
 
-    def __init__(self, name: str, **options: Any) -> None:
-        self.name, self._options = name, options
+    def __init__(self, name: str, *, tuned: bool = False, **options: Any) -> None:
+        self.name, self._tuned, self._options = name, tuned, options
 
     def make(self, model: Any, store: Path) -> Step:
+        # Tuned graphs would take the place of those of other contenders.
+        store = store / self.name if self._tuned else store
         self.session = new_session(CompileOptions(store=store, **self._options))
         part = "transformer" if _is_transformer(model) else "unet"
         pipe = SimpleNamespace(**{part: model})
@@ -83,6 +85,10 @@ class Ours(Contender):
         compile_pipe(pipe, session=self.session)
         probe(pipe)
         self._ready_s = time.perf_counter() - start
+        if self._tuned:
+            probe(pipe)  # what is not proved is not tuned
+            self.session.tuning.tune_now(lambda label, needed: print(f"tuned {label}", flush=True))
+            self._tuned_s = time.perf_counter() - start - self._ready_s
         probe(pipe)
         # A host announces its pictures. Weights are compared, and the text KV cache is computed,
         # once for each. All steps belong to one picture here.
@@ -91,7 +97,12 @@ class Ours(Contender):
         return model
 
     def figures(self) -> dict[str, Any]:
-        return figures_of(self.session, self._ready_s)
+        figures = figures_of(self.session, self._ready_s)
+        if self._tuned:
+            events = self.session.event_log.events
+            figures["tuned_s"] = self._tuned_s
+            figures["tuned"] = [event.line() for event in events if event.what.endswith("tuned")]
+        return figures
 
 
 class Plain(Contender):
@@ -288,6 +299,7 @@ def unet_contenders(*, channels_last: bool = True) -> list[Contender]:
     """
     return [
         *_ours(channels_last=channels_last),
+        *_tuned(channels_last=channels_last),
         RepeatedBlocks(),
         *_whole_model(),
         StableFast(),
@@ -300,6 +312,7 @@ def transformer_contenders() -> list[Contender]:
     return [
         *_ours(),
         Ours("ours-int8", build="wait", precision="int8"),
+        *_tuned(),
         RepeatedBlocks("compile_repeated_blocks as shown", dynamic=None),
         RepeatedBlocks(),
         RepeatedBlocks("compile_repeated_blocks captured", captured=True),
@@ -316,6 +329,13 @@ def _ours(**layout: Any) -> list[Contender]:
         Ours("ours-fp8", build="wait", precision="fp8", **layout),
         Plain("plain", **layout),
         Plain("plain-fp8", precision="fp8", **layout),
+    ]
+
+
+def _tuned(**layout: Any) -> list[Contender]:
+    return [
+        Ours("ours-tuned", tuned=True, build="wait", **layout),
+        Ours("ours-tuned-fp8", tuned=True, build="wait", precision="fp8", **layout),
     ]
 
 

@@ -21,8 +21,8 @@ class Event:
     Args:
         at: Seconds since the epoch.
         what: ``"build"``, ``"built"``, ``"load check"``, ``"load checked"``, ``"loaded"``,
-            ``"missing"``, ``"retried"``, ``"put off"``, ``"failed"``, ``"bad"``, ``"wrong"`` or
-            ``"cancelled"``.
+            ``"missing"``, ``"retried"``, ``"put off"``, ``"failed"``, ``"bad"``, ``"wrong"``,
+            ``"cancelled"``, ``"tune"``, ``"tuned"`` or ``"not tuned"``.
         label: The kind's label, or the name of what else it happened to.
         reason: Why.
     """

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 IDLE_S = 60.0
 # What is not faster by this much may be an error of the measurement.
 LEAST_GAIN = 0.02
+# So much slower may a graph be for small pictures that is faster for large ones.
+MOST_LOSS = 0.01
+TuningListener = Callable[[str, int], object]
 _LOOK_S = 1.0
 _GIVE_WAY_S = 0.05
 
@@ -84,6 +87,29 @@ class IdleTuning:
                 thread.start()
                 self._thread = thread
 
+    def tune_now(self, listen: TuningListener) -> int:
+        """Tune in the calling thread, as long as it takes, whether or not that is switched off.
+
+        Nobody should draw meanwhile: graphs are measured.
+
+        Args:
+            listen: Called after each kind, with its label and the number of kinds.
+
+        Returns:
+            How many graphs are in use from now on that are faster than before.
+
+        Raises:
+            BackendError: There is no safe folder to build in.
+        """
+        kinds = self._to_tune()
+        with self._worker(in_background=False) as worker:
+            for kind in kinds:
+                self._tune(kind, worker, threading.Event())
+                listen(kind.label, len(kinds))
+        faster = len(self._tuned)
+        self._use_tuned(threading.Event())
+        return faster
+
     def close(self) -> None:
         """End what is being tuned at once, for good."""
         self._closed.set()
@@ -98,8 +124,7 @@ class IdleTuning:
             kinds: Weighted by their calls.
 
         Returns:
-            0.04 for 4%, by the times that were measured at the size of each kind's first call; None
-            when none of them is faster.
+            0.04 for 4%, by what was measured for large pictures; None when none of them is faster.
         """
         before_ms = after_ms = 0.0
         for kind in kinds:
@@ -162,7 +187,7 @@ class IdleTuning:
 
     def _tune_while_idle(self) -> None:
         kinds, moment = self._to_tune(), self._moment()
-        with self._giving_way(moment) as (stop, worker):
+        with self._worker(in_background=True) as worker, self._giving_way(worker, moment) as stop:
             self.kinds_done, self.kinds_wanted = 0, len(kinds)
             try:
                 for kind in kinds:
@@ -175,12 +200,20 @@ class IdleTuning:
                 self.kinds_done = self.kinds_wanted = 0
 
     @contextlib.contextmanager
-    def _giving_way(
-        self, moment: tuple[int, int]
-    ) -> Iterator[tuple[threading.Event, WorkerProcess]]:
-        """Yield an event and a worker; when a picture begins, one is set and the other ended."""
+    def _worker(self, *, in_background: bool) -> Iterator[WorkerProcess]:
         folder = BuildFolder(safe_parent(self._context.library.folder))
-        worker = self._context.new_worker(folder.path, in_background=True)
+        worker = self._context.new_worker(folder.path, in_background)
+        try:
+            yield worker
+        finally:
+            worker.close()
+            folder.remove()
+
+    @contextlib.contextmanager
+    def _giving_way(
+        self, worker: WorkerProcess, moment: tuple[int, int]
+    ) -> Iterator[threading.Event]:
+        """Yield an event that is set when a picture begins, after which the worker is ended."""
         stop, is_over = threading.Event(), threading.Event()
 
         def watch() -> None:
@@ -193,12 +226,10 @@ class IdleTuning:
         watcher = threading.Thread(target=watch, name="onediff-gives-way", daemon=True)
         watcher.start()
         try:
-            yield stop, worker
+            yield stop
         finally:
             is_over.set()
             watcher.join()
-            worker.close()
-            folder.remove()
 
     def _tune(self, kind: BlockKind, worker: WorkerProcess, stop: threading.Event) -> None:
         """Tune one kind, unless another process is at it, has done it, or is drawing."""
@@ -247,22 +278,22 @@ class IdleTuning:
         self, kind: BlockKind, worker: WorkerProcess, payload: bytes, program: bytes
     ) -> Tuned:
         timeout_s = self._context.options.build_timeout_s
-        return worker.tune(payload, program, str(kind.device), timeout_s, kind.shapes)
+        return worker.tune(payload, program, str(kind.device), timeout_s)
 
     def _judge(self, kind: BlockKind, tuned: Tuned) -> None:
         """Keep the tuned graph if it is faster, and record what was measured."""
         context = self._context
-        before_ms, after_ms = tuned.before_ms, tuned.after_ms
-        gain = before_ms / after_ms - 1
-        is_faster = gain >= LEAST_GAIN
+        before_ms, after_ms = tuned.before_ms[0], tuned.after_ms[0]
+        times = zip(tuned.before_ms, tuned.after_ms, strict=True)
+        gain, *gains = (before / after - 1 for before, after in times)
+        is_faster = gain >= LEAST_GAIN and all(other >= -MOST_LOSS for other in gains)
         if is_faster and not context.outcomes.store_graph(kind, tuned.payload, tuned.seconds):
             raise BackendError("The store cannot be written.")
         after_ms = after_ms if is_faster else before_ms
-        settings = self._settings(kind)
-        self._record(kind, Tuning(settings, before_ms, after_ms, "", time.time()))
+        self._record(kind, Tuning(self._settings(kind), before_ms, after_ms, "", time.time()))
         if is_faster:
             self._tuned.append(kind)
-        what = f"{tuned.before_ms:.3f} ms a call before, {tuned.after_ms:.3f} ms tuned"
+        what = f"{tuned.before_ms[0]:.3f} ms a call before, {tuned.after_ms[0]:.3f} ms tuned"
         context.event_log.note("tuned" if is_faster else "not tuned", kind.label, what)
 
     def _settings(self, kind: BlockKind) -> str:

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -66,13 +65,14 @@ class Tuned:
     Args:
         payload: Its bytes.
         seconds: As in `Built`.
-        before_ms, after_ms: A call of the stored graph, and of this one.
+        before_ms, after_ms: A call of the stored graph, and of this one, for large pictures and
+            for small ones.
     """
 
     payload: bytes
     seconds: float
-    before_ms: float
-    after_ms: float
+    before_ms: Sequence[float]
+    after_ms: Sequence[float]
 
 
 class WorkerProcess:
@@ -146,14 +146,7 @@ class WorkerProcess:
         """
         self._work("check load", program, payload, device, timeout_s)
 
-    def tune(
-        self,
-        payload: bytes,
-        program: bytes,
-        device: str,
-        timeout_s: float,
-        shapes: Sequence[Sequence[int]],
-    ) -> Tuned:
+    def tune(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> Tuned:
         """Build a graph again with more effort, try it out, and measure it beside the stored one.
 
         Args:
@@ -161,15 +154,13 @@ class WorkerProcess:
             program: From `BlockKind.export`.
             device: The device that the graph is for, such as ``"cuda:0"``.
             timeout_s: What takes longer counts as lost.
-            shapes: Of the inputs to measure with, as in `BlockKind.shapes`.
 
         Raises:
             WorkerLostError, MachineError, BackendError: As for `build`.
         """
-        more = {"shapes": json.dumps([list(shape) for shape in shapes])}
-        answer, tuned = self._work("tune", program, payload, device, timeout_s, more)
-        times = (float(str(answer[name])) for name in ("seconds", "before_ms", "after_ms"))
-        return Tuned(tuned, *times)
+        answer, tuned = self._work("tune", program, payload, device, timeout_s)
+        before_ms, after_ms = (tuple(map(float, answer[k])) for k in ("before_ms", "after_ms"))
+        return Tuned(tuned, float(str(answer["seconds"])), before_ms, after_ms)
 
     def hand_over(self, program: bytes, store_request: Mapping[str, object]) -> bool:
         """Let a worker that builds, or is being started for a build, finish without this process.
@@ -240,14 +231,8 @@ class WorkerProcess:
             self._end()
 
     def _work(
-        self,
-        task: str,
-        program: bytes,
-        payload: bytes,
-        device: str,
-        timeout_s: float,
-        more: Mapping[str, str] = MappingProxyType({}),
-    ) -> tuple[dict[str, object], bytes]:
+        self, task: str, program: bytes, payload: bytes, device: str, timeout_s: float
+    ) -> tuple[dict[str, Any], bytes]:
         self._device, self._was_asked = torch.device(device), False
         try:
             scratch = self._start()
@@ -258,7 +243,7 @@ class WorkerProcess:
                     (scratch / _PROGRAM).write_bytes(program)
                     if payload:
                         target.write_bytes(payload)
-                    self._ask({**self._request(task, scratch, device), **more})
+                    self._ask(self._request(task, scratch, device))
             answer = self._read_answer(timeout_s)
             if "error" in answer:
                 error = _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
@@ -338,7 +323,7 @@ class WorkerProcess:
         except (OSError, ValueError) as exc:
             raise worker_lost_error(self._last_words()) from exc
 
-    def _read_answer(self, timeout_s: float) -> dict[str, object]:
+    def _read_answer(self, timeout_s: float) -> dict[str, Any]:
         try:
             line = self._next_line(timeout_s)
         except queue.Empty:
@@ -349,7 +334,7 @@ class WorkerProcess:
             words = self._last_words()
             self._end()
             raise worker_lost_error(words)
-        answer: dict[str, object] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _next_line(self, timeout_s: float) -> str | None:

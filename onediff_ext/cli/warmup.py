@@ -20,6 +20,7 @@ from onediff_ext.core.words import counted
 if TYPE_CHECKING:
     from onediff_ext.cli.workers_ahead import WorkersAhead
     from onediff_ext.core.shapes import BatchShape
+    from onediff_ext.session.session import Session
     from onediff_ext.session.warm_up_report import WarmUpProgress, WarmUpReport
 
 _TITLES = {"kinds": "building graphs", "captures": "capturing", "measuring": "measuring"}
@@ -43,6 +44,11 @@ def add_parser(commands: Any) -> None:
         type=positive_count,
         default=8,
         help="at most so many sizes of --from (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="then build graphs again with more effort, and keep the faster ones (on GPUs)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     add_model_arguments(parser)
@@ -79,7 +85,13 @@ def _run(
 
     progress = _StageProgress()
     try:
-        report = pipe_warm_up(model.image_generator.pipe, shapes, progress).run()
+        pipe = model.image_generator.pipe
+        report = pipe_warm_up(pipe, shapes, progress).run()
+        if arguments.tune:
+            progress.close()
+            if _tune(session):
+                measured = pipe_warm_up(pipe, shapes, progress).run()  # and compares new graphs
+                report.sizes = measured.sizes
     finally:
         progress.close()
         model.close()
@@ -96,6 +108,27 @@ def _run(
     eager = left_eager(session)
     report_file.print_fallbacks(eager)
     return 1 if eager else 0
+
+
+def _tune(session: Session) -> int:
+    """Tune all graphs; return how many are faster now, and say so."""
+    kinds = session.current_kinds()
+    if not any(session.backend.tuning(kind.device) for kind in kinds):
+        print(f"Nothing is tuned: the backend {session.backend.name} cannot do it on this device.")
+        return 0
+    progress: Progress | None = None
+
+    def listen(label: str, needed: int) -> None:
+        nonlocal progress
+        progress = progress or Progress("tuning graphs", needed)
+        progress.advance(1, label)
+
+    faster = session.tuning.tune_now(listen)
+    if progress is not None:
+        progress.close()
+    gain = session.tuning.gain(kinds)
+    print(f"{counted(faster, 'graph')} tuned" + (f", +{gain:.0%}" if gain else ""))
+    return faster
 
 
 def _run_in_workers(

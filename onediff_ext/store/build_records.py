@@ -69,7 +69,7 @@ class Tuning:
 
     Args:
         settings: From `Backend.tuning`. Others are worth another attempt.
-        before_ms: A call of the graph that was stored, at the size of the kind's first call.
+        before_ms: A call of the graph that was stored, for large pictures.
         after_ms: A call of the graph that is stored now: the same one if the other was no faster.
         problem: Why there was nothing to measure, or ``""``.
         at: Seconds since the epoch.

@@ -30,15 +30,17 @@ class Machine:
     """What the workers of a test find.
 
     Args:
-        before_ms, after_ms: What they measure.
+        before_ms, after_ms: What they measure for large pictures.
+        small_ms: What they measure of the tuned graph for small pictures; 1 ms before.
         error: What they raise instead.
-        asked: The shapes of each request.
+        asked: The program of each request.
         hold: A worker is at it until this is set, or until it is ended.
         is_idle: Whether other programs leave the processors alone.
     """
 
     before_ms: float = 2.0
     after_ms: float = 1.0
+    small_ms: float = 1.0
     error: OneDiffError | None = None
     asked: list[object] = field(default_factory=list)
     hold: threading.Event | None = None
@@ -54,15 +56,16 @@ class TuningWorker(InstantWorker):
         super().__init__("eager", folder)
         self.machine, self.ended = machine, threading.Event()
 
-    def tune(self, payload, program, device, timeout_s, shapes):
+    def tune(self, payload, program, device, timeout_s):
         machine = self.machine
-        machine.asked.append([tuple(shape) for shape in shapes])
+        machine.asked.append(program)
         while machine.hold is not None and not machine.hold.wait(0.01):
             if self.ended.is_set():
                 raise WorkerLostError("The worker was ended.")
         if machine.error is not None:
             raise machine.error
-        return Tuned(payload + b" ", 1.0, machine.before_ms, machine.after_ms)
+        before_ms, after_ms = (machine.before_ms, 1.0), (machine.after_ms, machine.small_ms)
+        return Tuned(payload + b" ", 1.0, before_ms, after_ms)
 
     def close(self):
         self.ended.set()
@@ -171,10 +174,10 @@ def test_their_first_call_is_compared_with_eager(drawn, small, machine, monkeypa
     draw(session, small, expected)
 
 
-@pytest.mark.parametrize("after_ms", [1.99, 2.0, 3.0])
-def test_what_is_not_faster_changes_nothing(drawn, small, machine, after_ms):
+@pytest.mark.parametrize(("after_ms", "small_ms"), [(1.99, 1.0), (3.0, 0.5), (1.0, 1.1)])
+def test_what_is_not_faster_at_all_sizes_changes_nothing(drawn, small, machine, after_ms, small_ms):
     session, expected = drawn
-    machine.after_ms = after_ms
+    machine.after_ms, machine.small_ms = after_ms, small_ms
     graphs = {kind: kind.graph for kind in session.kinds}
     machine.is_idle = True
     wait_for(lambda: ended(session))
@@ -284,6 +287,23 @@ def test_switched_off(drawn, small, machine, open_session, options):
     time.sleep(0.5)
     assert ended(other)
     assert machine.asked == []
+
+
+def test_at_once_where_somebody_asks(machine, open_session, small):
+    session = open_session()
+    compile_pipe(small.pipe, session=session)
+    expected = small()
+    for _ in range(2):
+        assert session.wait_for_builds(TIMEOUT_S)
+        draw(session, small, expected)
+    heard: list[tuple[str, int]] = []
+    count = len(session.kinds)
+    assert session.tuning.tune_now(lambda *progress: heard.append(progress)) == count
+    assert sorted(heard) == sorted((kind.label, count) for kind in session.kinds)
+    draw(session, small, expected)
+    assert {kind.state for kind in session.kinds} == {KindState.READY}
+    assert session.status().line() == "compiled (tuned, +100%)"
+    assert session.tuning.tune_now(lambda *progress: None) == 0
 
 
 def test_a_closed_session_tunes_no_more(drawn, machine):

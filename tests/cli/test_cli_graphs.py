@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from onediff_ext.backends.eager import EagerBackend
+from onediff_ext.building.idle_tuning import IdleTuning
 from onediff_ext.cli import doctor
 from onediff_ext.store.folder import encode_schema
 from tests.support.command_line import KINDS, CommandLine
@@ -174,6 +177,26 @@ def test_warmup(command_line: CommandLine, tmp_path: Path) -> None:
     none = command_line("warmup", "64x64", "--no-build", store=tmp_path)
     assert none.status == 1
     assert "no graph is stored, and none may be built" in none.out
+
+
+def test_warmup_tunes_where_the_backend_can(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = command_line("warmup", "64x64", "--tune")
+    assert ended.status == 0
+    assert "Nothing is tuned: the backend eager cannot do it on this device.\n" in ended.out
+
+    def tune(tuning: IdleTuning, listen: Callable[[str, int], object]) -> int:
+        for label in ("Block 64", "Block 128"):
+            listen(label, 2)
+        return 1
+
+    monkeypatch.setattr(EagerBackend, "tuning", lambda self, device: "with more effort")
+    monkeypatch.setattr(IdleTuning, "tune_now", tune)
+    ended = command_line("warmup", "64x64", "--tune")
+    assert ended.status == 0
+    assert "tuning graphs 2/2: Block 128" in ended.err
+    assert "1 graph tuned\n" in ended.out
 
 
 def test_bench(command_line: CommandLine, tmp_path: Path) -> None:

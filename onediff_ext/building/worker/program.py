@@ -5,7 +5,8 @@ name, "device": "cpu"}``. It answers each with ``{"seconds": s}`` or ``{"error":
 "graph", "machine" or "memory"}``, with ``"needs_restart": true`` when it can build nothing more.
 The task ``"build"`` writes the graph. The task ``"check load"`` reads a stored graph, which may
 crash the process. The task ``"tune"`` reads a stored graph, writes another one that took more
-effort, and adds ``"before_ms"`` and ``"after_ms"``, a call of each, to its answer.
+effort, and adds ``"before_ms"`` and ``"after_ms"`` to its answer: a call of each, at the sizes of
+`SHORTER`.
 
 The task ``"store alone"`` (`store_alone`) comes when the parent ends: the worker finishes the build
 before it, stores the graph, and ends. Tasks ``"build alone"`` come from a parent that has ended:
@@ -34,6 +35,7 @@ from onediff_ext.core.priority import give_memory_first, lower_priority
 from onediff_ext.core.words import first_line
 
 TUNE = "tune"
+SHORTER = (1, 2)  # as for `usual_inputs`: large pictures, and pictures of a quarter of their size
 _Request = dict[str, str] | None  # None after the last one
 
 
@@ -140,7 +142,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         blame = MACHINE if _blame(exc) == MACHINE else MEMORY
         return failed(f"The exported block cannot be read: {first_line(str(exc))}", blame)
     try:
-        task, times = request["task"], {}
+        task, times = request["task"], dict[str, object]()
         stored = graph.read_bytes() if task in ("check load", TUNE) else b""
         payload = stored
         if task == TUNE:
@@ -152,10 +154,9 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         if problem is not None:
             return failed(problem, "graph")
         if task == TUNE:
-            shapes = json.loads(request["shapes"])
             both = [backend.load(stored, device), loaded]
-            before_ms, after_ms = call_times_ms(both, program, shapes, device)
-            times = {"before_ms": before_ms, "after_ms": after_ms}
+            measured = [call_times_ms(both, program, shorter, device) for shorter in SHORTER]
+            times = dict(zip(("before_ms", "after_ms"), zip(*measured, strict=True), strict=True))
         if payload is not stored:
             graph.write_bytes(payload)
     except OneDiffError as exc:

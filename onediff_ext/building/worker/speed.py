@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from onediff_ext.building.worker.trial import random_inputs
+from onediff_ext.building.worker.trial import usual_inputs
 from onediff_ext.engine.backend_port import Graph
 
 # Long beside the clock's steps, and short beside changes of the GPU's frequency.
@@ -19,7 +19,7 @@ _TURNS = 9
 def call_times_ms(
     graphs: Sequence[Graph],
     program: torch.export.ExportedProgram,
-    shapes: Sequence[Sequence[int]],
+    shorter: int,
     device: torch.device,
 ) -> list[float]:
     """Measure a call of each graph. They take turns, so that a change of pace meets all of them.
@@ -27,13 +27,13 @@ def call_times_ms(
     Args:
         graphs: Of the same program.
         program: Says which weights and inputs they take; both are noise.
-        shapes: Of the inputs, as in `BlockKind.shapes`.
+        shorter: As for `usual_inputs`.
         device: Where they run.
 
     Returns:
         The median of each graph's turns, in milliseconds a call.
     """
-    arguments = random_inputs(program, shapes, device)
+    arguments = usual_inputs(program, shorter, device)
     turns: list[list[float]] = [[] for _ in graphs]
     with torch.no_grad():
         runs = [_repeatable(graph, arguments, device) for graph in graphs]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
-from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.checking.compare_with_eager import compare_all
-from onediff_ext.engine.export.exporter import input_fakes, is_channels_last
+from onediff_ext.engine.export.exporter import PROMPT_TOKENS, input_fakes, is_channels_last
 
 # Sizes that no example has: batch 1, odd sides, few tokens. By axis, counted from 0.
 _TRIALS = ((1, 19, 5, 7), (3, 13, 2, 13))
@@ -46,38 +44,28 @@ def try_out(
     return None
 
 
-def random_inputs(
-    program: torch.export.ExportedProgram, shapes: Sequence[Sequence[int]], device: torch.device
+def usual_inputs(
+    program: torch.export.ExportedProgram, shorter: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return noise for a program's weights and inputs.
+    """Return noise for a program's weights and inputs, of the sizes that it is compiled for.
 
     Args:
         program: The exported block.
-        shapes: Of its inputs, which come after the weights.
+        shorter: Divides the sides of images, and its square the number of tokens; 1 for the sizes
+            themselves, which are those of a large picture.
         device: Where the noise lies.
-
-    Raises:
-        BackendError: The program takes no inputs of these shapes.
     """
     fakes = input_fakes(program)
     sizes: dict[object, int] = {}
-    for fake, shape in zip(fakes[len(fakes) - len(shapes) :], shapes, strict=True):
-        if not _fits(fake, shape):
-            raise BackendError(f"The program takes no input of shape {tuple(shape)}.")
-        for size, wanted in zip(fake.shape, shape, strict=True):
-            if isinstance(size, torch.SymInt):
-                sizes.setdefault(size.node.expr, wanted)
+    for fake in fakes:
+        for axis, size in enumerate(fake.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr not in sizes:
+                hint = int(size.node.hint)
+                is_short = axis == 0 or hint == PROMPT_TOKENS
+                divisor = 1 if is_short else shorter if len(fake.shape) == 4 else shorter**2
+                sizes[size.node.expr] = max(1, hint // divisor)
     generator = torch.Generator().manual_seed(0)
-    trial = (2,) * max(len(fake.shape) for fake in fakes)  # of symbols that no input has
-    return [_random_like(fake, trial, sizes, device, generator) for fake in fakes]
-
-
-def _fits(fake: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether a program's input may have a shape; a symbol may have any size."""
-    return len(fake.shape) == len(shape) and all(
-        isinstance(size, torch.SymInt) or size == wanted
-        for size, wanted in zip(fake.shape, shape, strict=True)
-    )
+    return [_random_like(fake, (), sizes, device, generator) for fake in fakes]
 
 
 def _random_like(
@@ -91,7 +79,7 @@ def _random_like(
     shape: list[int] = []
     for axis, size in enumerate(fake.shape):
         if isinstance(size, torch.SymInt):
-            shape.append(_size_of(size.node.expr, trial[axis], sizes))
+            shape.append(sizes.get(expr := size.node.expr) or _size_of(expr, trial[axis], sizes))
         else:
             shape.append(int(size))
     values = torch.randn(shape, generator=generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from weakref import WeakSet
@@ -68,7 +68,6 @@ class BlockKind:
             the function that makes the serialised program to build from.
         quantization: Which weights are 8-bit copies; None for none.
         work: Multiplications of one call at the size of the first call; orders builds.
-        shapes: Of the inputs of the first call, as its graph takes them.
         state: Whether its graph is in use.
         graph: The graph, once there is one.
         reason: Why its calls run eager, or "".
@@ -86,7 +85,6 @@ class BlockKind:
     prepare_export: Callable[[torch.device], Callable[[], bytes]]
     quantization: Quantization | None = None
     work: float = 0.0
-    shapes: Sequence[tuple[int, ...]] = ()
     state: KindState = KindState.MISSING
     graph: Graph | None = None
     reason: str = ""

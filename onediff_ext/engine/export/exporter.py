@@ -27,6 +27,8 @@ from onediff_ext.engine.validity.tensor_contents import version_of
 # Device type and dtype of an active autocast; None when it is off.
 Autocast = tuple[str, torch.dtype] | None
 
+PROMPT_TOKENS = 77
+"""What compilers tune for as the length of a prompt."""
 # Elements of one image's activation in the outermost blocks of SDXL at 1024x1024.
 _HINT_ELEMENTS = 320 * 128 * 128
 
@@ -303,7 +305,7 @@ def _hint(name: str, channels: int) -> int:
     if name == "batch":
         return 2
     if name == "context":
-        return 77
+        return PROMPT_TOKENS
     cells = max(64, _HINT_ELEMENTS // channels)
     if name == "tokens":
         return cells

@@ -81,7 +81,6 @@ def find_kind(
             lambda on: export.prepare(blocks, on),
             quantization,
             work(call, weights),
-            [tuple(t.shape) for t in call.tensors],
             blocks=blocks,
         )
 
