@@ -13,7 +13,7 @@ from onediff_ext.building.build_folder import BuildFolder, safe_parent
 from onediff_ext.building.exporting import export_all
 from onediff_ext.building.worker_counts import has_room_to_measure
 from onediff_ext.building.worker_process import Tuned, WorkerProcess
-from onediff_ext.core.errors import BackendError, OneDiffError
+from onediff_ext.core.errors import BackendError, MachineError, OneDiffError
 from onediff_ext.core.forks import forgets_threads, fork_safe_lock
 from onediff_ext.core.power import are_processors_idle, is_on_battery
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
@@ -191,9 +191,10 @@ class IdleTuning:
             self.kinds_done, self.kinds_wanted = 0, len(kinds)
             try:
                 for kind in kinds:
-                    if stop.is_set() or not has_room_to_measure(kind.device):
+                    if stop.is_set():
                         return
-                    self._tune(kind, worker, stop)
+                    if has_room_to_measure(kind.device):
+                        self._tune(kind, worker, stop)
                     self.kinds_done += 1
                 self._use_tuned(stop)
             finally:
@@ -242,14 +243,12 @@ class IdleTuning:
                     if _is_faster(self._tuning_of(kind)):
                         self._tuned.append(kind)
                     return
-                if stored is None or stored.payload is None:
-                    return
-                if not context.graph_trust.is_load_safe(stored, kind):
-                    return
+                if stored is None or not context.graph_trust.is_load_safe(stored, kind):
+                    raise MachineError("Its graph is not in the store.")
                 context.event_log.note("tune", kind.label, "the machine is idle")
                 program = self._export(kind, stop)
                 if program is not None:
-                    self._judge(kind, self._build(kind, worker, stored.payload, program))
+                    self._judge(kind, self._build(kind, worker, stored.payload or b"", program))
         except StoreBusyError:
             return
         except OneDiffError as exc:
@@ -288,7 +287,7 @@ class IdleTuning:
         gain, *gains = (before / after - 1 for before, after in times)
         is_faster = gain >= LEAST_GAIN and all(other >= -MOST_LOSS for other in gains)
         if is_faster and not context.outcomes.store_graph(kind, tuned.payload, tuned.seconds):
-            raise BackendError("The store cannot be written.")
+            raise MachineError("The store cannot be written.")
         after_ms = after_ms if is_faster else before_ms
         self._record(kind, Tuning(self._settings(kind), before_ms, after_ms, "", time.time()))
         if is_faster:

@@ -266,6 +266,29 @@ def test_what_fails_is_tried_once(drawn, small, machine, error, is_remembered):
     assert session.status().line() == "compiled"
 
 
+def test_a_graph_that_is_not_stored_is_left_as_it_is(drawn, small, machine):
+    session, expected = drawn
+    for kind in session.kinds:
+        session.library.delete(kind.key.digest)
+    machine.is_idle = True
+    wait_for(lambda: ended(session))
+    assert machine.asked == []
+    draw(session, small, expected)
+    assert {kind.state for kind in session.kinds} == {KindState.READY}
+    assert ended(session)
+
+
+def test_without_room_nothing_is_tuned(drawn, machine, monkeypatch):
+    session, _ = drawn
+    monkeypatch.setattr(idle_tuning, "has_room_to_measure", lambda device: False)
+    machine.is_idle = True
+    time.sleep(1)
+    assert machine.asked == []
+    monkeypatch.setattr(idle_tuning, "has_room_to_measure", lambda device: True)
+    wait_for(lambda: ended(session))
+    assert len(machine.asked) == len(session.kinds)
+
+
 def test_other_settings_are_another_attempt(drawn, small, machine, monkeypatch):
     session, expected = drawn
     machine.is_idle = True
