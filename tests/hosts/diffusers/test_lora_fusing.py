@@ -153,3 +153,21 @@ def test_layers_that_are_gone_are_not_kept(fusing: Fusing) -> None:
     fusing.ours.unload_lora_weights()
     fusing.exact.unfuse_lora()
     assert not fusing.exact._fused
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_second_fusing_may_change_the_scale_of_the_first(
+    fusing: Fusing, tmp_path: Path, scale: float
+) -> None:
+    """`lora_scale` scales all active LoRAs, fused ones included, and unfusing subtracts that."""
+    path = adapter_weights.save_lora(models.sd15(seed=3), tmp_path / "other.safetensors", seed=9)
+    for pipe in (fusing.ours, fusing.twin):
+        load_lora(pipe, path, 0.003, adapter_name="other")
+        pipe.set_adapters(["style", "other"], [0.003, 0.003])
+    fusing.fuse(adapter_names=["style"])
+    fusing.fuse(adapter_names=["other"], lora_scale=scale)
+    ours, theirs = fusing.unfuse()
+    for name, weight in ours.items():
+        expected = fusing.before if scale == 1.0 else theirs
+        assert torch.equal(weight, expected[name])
+    assert any(not torch.equal(theirs[name], weight) for name, weight in fusing.before.items())

@@ -9,13 +9,40 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from onediff_ext.engine.validity.tensor_contents import digest_of
 
 _MODELS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2")
+
+
+class _Read(NamedTuple):
+    """What a layer's unfusing reads, by content.
+
+    Args:
+        weights: Of the layer itself.
+        adapters: Scale and factors of each fused adapter.
+    """
+
+    weights: Hashable
+    adapters: dict[str, Hashable]
+
+    @classmethod
+    def of(cls, layer: Any) -> _Read:
+        """Read one of peft's layers as it is now."""
+        scaling = getattr(layer, "scaling", {})
+        digests = [(name, digest_of(weight)) for name, weight in layer.named_parameters()]
+        weights = tuple(each for each in digests if each[0].startswith("base_layer."))
+        adapters: dict[str, Hashable] = {}
+        for adapter in layer.merged_adapters:
+            scale = scaling.get(adapter)
+            # Those of adapters that are swapped in place (hotswap) are tensors.
+            known = digest_of(scale) if isinstance(scale, torch.Tensor) else scale
+            factors = tuple(each for each in digests if adapter in each[0].split("."))
+            adapters[adapter] = known, factors
+        return cls(weights, adapters)
 
 
 @dataclass
@@ -30,15 +57,16 @@ class _Fused:
 
     layer: Any
     original: torch.Tensor
-    left: Hashable = None
+    left: _Read | None = None
 
 
 class ExactFusing:
     """A pipeline's `fuse_lora` and `unfuse_lora` that keep copies of the original weights.
 
     A weight is restored only if all that diffusers' `unfuse_lora` reads is bit for bit what
-    `fuse_lora` left: the weight, the LoRAs in it, their factors and scales. Otherwise somebody has
-    changed it since, and diffusers' result stays.
+    `fuse_lora` left: the weight, the LoRAs in it, their factors and scales. Otherwise it has been
+    changed since, and diffusers' result stays. So does another `fuse_lora` whose `lora_scale`
+    changes the scale of a LoRA that is in the weight already.
 
     Args:
         pipe: A diffusers pipeline with LoRA support.
@@ -62,8 +90,9 @@ class ExactFusing:
                 self._fused[id(layer)] = _Fused(layer, weight.to("cpu", copy=True))
         result = self._fuse(*args, **kwargs)
         for key, fused in list(self._fused.items()):
-            if fused.layer.merged:
-                fused.left = _read_by_unfusing(fused.layer)
+            left, earlier = _Read.of(fused.layer), fused.left.adapters if fused.left else {}
+            if left.adapters and earlier.items() <= left.adapters.items():
+                fused.left = left
             else:
                 del self._fused[key]
         return result
@@ -84,7 +113,7 @@ class ExactFusing:
         self._fused = {
             key: fused
             for key, fused in self._fused.items()
-            if key in present and fused.left == _read_by_unfusing(fused.layer)
+            if key in present and fused.left == _Read.of(fused.layer)
         }
 
     def _layers(self) -> list[Any]:
@@ -96,18 +125,3 @@ class ExactFusing:
             for module in model.modules()
             if hasattr(module, "merged_adapters") and hasattr(module, "get_base_layer")
         ]
-
-
-def _read_by_unfusing(layer: Any) -> Hashable:
-    """Return what identifies all that a layer's unfusing reads, by content."""
-    merged = tuple(layer.merged_adapters)
-    scaling = getattr(layer, "scaling", {})
-    read = [
-        (name, digest_of(parameter))
-        for name, parameter in layer.named_parameters()
-        if name.startswith("base_layer.") or not set(merged).isdisjoint(name.split("."))
-    ]
-    scales = [scaling.get(name) for name in merged]
-    # Those of adapters that are swapped in place (hotswap) are tensors.
-    scales = [digest_of(s) if isinstance(s, torch.Tensor) else s for s in scales]
-    return merged, tuple(scales), tuple(read)
