@@ -235,11 +235,9 @@ def _before(change: _Change, place: str) -> object:
         place: Name of the attribute that has the value now; "" for one of another object.
     """
     owner, before = change.owner, change.before
-    own = getattr(type(owner), change.name, None) or getattr(type(owner), place, None)
     if place == change.name:
         return before
-    if before is _ABSENT and callable(own):
-        return MethodType(own, owner)
-    if place and getattr(before, "__func__", _ABSENT) is own:
-        return _ABSENT
-    return before
+    if getattr(before, "__func__", _ABSENT) is getattr(type(owner), place, None):
+        return _ABSENT  # the class has it there
+    own = getattr(type(owner), change.name, None)
+    return MethodType(own, owner) if before is _ABSENT and callable(own) else before

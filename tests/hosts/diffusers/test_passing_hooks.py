@@ -112,6 +112,34 @@ def test_nothing_is_left(
     assert torch.equal(picture(), expected)
 
 
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("last", ["undo", "remove"])
+def test_a_hook_was_there_before(
+    hook: str, last: str, make_session: Callable[..., Session]
+) -> None:
+    """accelerate leaves the method of the class as the module's own attribute."""
+    if hook == "by hand" and last == "remove":
+        pytest.skip("nobody can see what a function of another extension keeps")
+    pipe = models.sd15()
+    expected = draw_latents(pipe)
+    modules = list(pipe.unet.modules())
+    for step in ("add", "remove"):
+        for module in modules:
+            getattr(HOOKS[hook], step)(module)
+    compile_pipe(pipe, session=make_session(), ignores=("vae",))
+    for _ in range(2):
+        draw_latents(pipe)
+    for step in ("add", "remove", "undo") if last == "undo" else ("add", "undo", "remove"):
+        if step == "undo":
+            undo_compile(pipe)
+            assert torch.equal(draw_latents(pipe), expected)
+        else:
+            for module in modules:
+                getattr(HOOKS[hook], step)(module)
+    assert list(of_ours(pipe.unet)) == []
+    assert torch.equal(draw_latents(pipe), expected)
+
+
 def test_what_is_covered_is_kept_for_a_later_undo() -> None:
     layer, patches = nn.Linear(1, 1), Patches()
 
