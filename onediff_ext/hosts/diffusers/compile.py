@@ -17,9 +17,9 @@ from onediff_ext.core.words import typed
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.torch_compile import unwrapped
 from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
+from onediff_ext.hosts.diffusers.chosen_deepcache import ChosenDeepCache
 from onediff_ext.hosts.diffusers.deepcache import (
     check_deepcache,
-    enable_deepcache,
     follow_unet,
     lifted,
     lifted_from,
@@ -67,8 +67,8 @@ class CompiledPipe:
     Attributes:
         session, owns_session: As passed in.
         components: The models that run compiled.
-        step_cache: The step cache that the options ask for, which ends with the compilation; None
-            for none.
+        step_cache, deepcache: Those that `compile_pipe` was asked for, which end with the
+            compilation; None for none.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class CompiledPipe:
         self.components: list[Component] = []
         self._pipe, self._ignored = pipe, ignored
         self.step_cache: ChosenStepCache | None = None
+        self.deepcache: ChosenDeepCache | None = None
         self._patches = Patches()
         self._moves, self._move_patches = PinnedMoves(), Patches()
         self._offloaded: list[weakref.ref[nn.Module]] = []
@@ -161,11 +162,16 @@ class CompiledPipe:
 
     def remove(self) -> None:
         """Restore modules and weights, and stop builds for them."""
+        if self.step_cache is not None:
+            self.step_cache.remove()
+        if self.deepcache is not None:
+            self.deepcache.remove(self._pipe)
         if self.owns_session:
             self.session.close()
         leave_calls(self._pipe)
-        for component in self.components:
-            component.remove()
+        with lifted(self._pipe), lifted_step_cache(self._pipe):
+            for component in self.components:
+                component.remove()
         self._move_patches.undo()
         self._patches.undo()
         PINNED_MEMORY.give_back()
@@ -236,7 +242,8 @@ def compile_pipe(
             copies, in which a LoRA that is loaded later does not show. To have them all the same,
             call ``pipe.fuse_qkv_projections()``.
         deepcache: Reuse deep features of the UNet, as `enable_deepcache` does: 3, "medium", or
-            `DeepCacheOptions`. Faster, but pictures differ. None does not change it (off).
+            `DeepCacheOptions`. Faster, but pictures differ. It ends with the compilation. None
+            leaves DeepCache as it is without that of an earlier compilation.
         session: Share the graphs of this session, which has options of its own; the caller closes
             it. Without one, the pipeline gets its own session, which builds until `undo_compile`.
 
@@ -262,7 +269,9 @@ def compile_pipe(
     if step_cache.is_on:
         compiled.step_cache = ChosenStepCache(step_cache)
         compiled.step_cache.install(pipe)
-    return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
+    if deepcache is not None:
+        compiled.deepcache = ChosenDeepCache(pipe, deepcache)
+    return pipe
 
 
 def _check_pipeline(pipe: object, ignored: frozenset[str]) -> None:
@@ -313,11 +322,7 @@ def undo_compile(pipe: Pipe) -> Pipe:
         raise OptionError(f"{typed(pipe)} is neither a pipeline nor a module.", _PIPELINE_HINT)
     state: Any = compiled_state(pipe) or compiled_state(unwrapped(pipe))
     if state is not None:
-        step_cache: ChosenStepCache | None = getattr(state, "step_cache", None)
-        if step_cache is not None:
-            step_cache.remove()
-        with lifted(pipe), lifted_step_cache(pipe):
-            state.remove()
+        state.remove()
     return pipe
 
 

@@ -68,12 +68,12 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
     chosen = check_deepcache(pipe, options)
     unet: Any = getattr(pipe, "unet", None)
     _leave_other_unet(pipe)
-    switch = _switch_of(unet)
+    switch = switch_of(unet)
     if switch is not None and not switch.is_outermost:
         switch.remove()
         switch = None
     if switch is None:
-        switch = _Switch(unet)
+        switch = Switch(unet)
         switch.install()
     switch.cache.begin_picture(chosen)
     switch.use(pipe)
@@ -97,7 +97,7 @@ def check_deepcache(pipe: object, options: object) -> DeepCacheOptions:
             f"{type(pipe).__name__} has no UNet that DeepCache knows.",
             "It works with the pipelines of SD 1.x, SD 2.x and SDXL.",
         )
-    switch = _switch_of(unet)
+    switch = switch_of(unet)
     if switch is not None and switch.is_outermost:
         # It draws in plain calls where a block has become unknown since.
         switch.cache.adapter.check(chosen)
@@ -109,7 +109,7 @@ def check_deepcache(pipe: object, options: object) -> DeepCacheOptions:
 def disable_deepcache(pipe: Pipe) -> Pipe:
     """Leave a pipeline as it was before `enable_deepcache`; does nothing if it is not enabled."""
     _leave_other_unet(pipe)
-    switch = _switch_of(getattr(pipe, "unet", None))
+    switch = switch_of(getattr(pipe, "unet", None))
     if switch is not None:
         switch.remove()
     return pipe
@@ -126,7 +126,7 @@ def follow_unet(pipe: Any) -> None:
     left = _leave_other_unet(pipe)
     if left is None:
         return
-    there = _switch_of(getattr(pipe, "unet", None))
+    there = switch_of(getattr(pipe, "unet", None))
     if there is not None:  # with the options of the pipelines that have this UNet
         there.use(pipe)
         return
@@ -136,7 +136,7 @@ def follow_unet(pipe: Any) -> None:
         logger.warning("DeepCache is off: the pipeline has another UNet. %s", exc.message)
 
 
-def _leave_other_unet(pipe: object) -> _Switch | None:
+def _leave_other_unet(pipe: object) -> Switch | None:
     """Let a pipeline leave the DeepCache of a UNet that it has no more, and return that one."""
     ending = getattr(pipe, "__dict__", {}).get("maybe_free_model_hooks")
     if not isinstance(ending, _EndingPicture):
@@ -202,7 +202,7 @@ def lifted_from(model: object) -> Iterator[None]:
         cache.install()
 
 
-class _Switch:
+class Switch:
     """DeepCache around one UNet, and the hooks that keep its features valid.
 
     As DeepCache's clock it tells pictures and evaluations apart by the timestep that pipelines pass
@@ -251,6 +251,10 @@ class _Switch:
         self._last = None
         self._latest = _FollowedPipe(pipe, self)
         self._followed.add(self._latest)
+
+    def follower_of(self, pipe: object) -> object:
+        """What follows a pipeline, another object after each `use`; None if it is not followed."""
+        return next((each for each in list(self._followed) if each.pipe is pipe), None)
 
     def leave(self, pipe: object) -> None:
         """Follow a pipeline no more, and end after the last one."""
@@ -309,7 +313,7 @@ class _FollowedPipe:
         switch: Of its UNet.
     """
 
-    def __init__(self, pipe: Any, switch: _Switch) -> None:
+    def __init__(self, pipe: Any, switch: Switch) -> None:
         self.pipe, self._cache = pipe, switch.cache
         self._patches = Patches()
         self.nets: list[nn.Module] = []
@@ -356,9 +360,7 @@ class _EndingPicture(StandIn):
         switch: Of the UNet that the pipeline had at `enable_deepcache`.
     """
 
-    def __init__(
-        self, method: Callable[..., Any], switch: _Switch, followed: _FollowedPipe
-    ) -> None:
+    def __init__(self, method: Callable[..., Any], switch: Switch, followed: _FollowedPipe) -> None:
         self._method, self.switch, self._followed = method, switch, followed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -369,6 +371,7 @@ class _EndingPicture(StandIn):
         return self._method(*args, **kwargs)
 
 
-def _switch_of(unet: Any) -> _Switch | None:
+def switch_of(unet: Any) -> Switch | None:
+    """Return what keeps a UNet's DeepCache, or None if it has none of a pipeline."""
     cache = installed_deepcache(unet) if isinstance(unet, nn.Module) else None
-    return cache.clock if cache is not None and isinstance(cache.clock, _Switch) else None
+    return cache.clock if cache is not None and isinstance(cache.clock, Switch) else None
