@@ -58,6 +58,11 @@ class Graphs:
 
 
 @pytest.fixture
+def exports() -> None:
+    """Programs are exported here and not kept: they are compiled for this test's sizes."""
+
+
+@pytest.fixture
 def tune(open_session, tmp_path: Path, monkeypatch):
     """Tunes the graph of a small UNet's first kind; returns the answer, the graph's bytes and
     the graphs."""
