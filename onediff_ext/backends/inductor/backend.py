@@ -71,7 +71,7 @@ class InductorBackend(Backend):
         settings = CUDA_CONFIG if device.type == "cuda" else CPU_CONFIG
         entries = {
             "backend": "inductor",
-            "inductor settings": " ".join(f"{k}={v}" for k, v in sorted(settings.items())),
+            "inductor settings": _in_words(settings),
         }
         if device.type == "cuda":
             entries["kernels"] = KERNELS
@@ -91,7 +91,7 @@ class InductorBackend(Backend):
     def tuning(self, device: torch.device) -> str | None:
         if device.type != "cuda" or not can_be_tuned():
             return None
-        return " ".join(f"{k}={v}" for k, v in sorted(TUNED_CONFIG.items()))
+        return _in_words(TUNED_CONFIG)
 
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
         return self._build(program, device, CUDA_CONFIG)
@@ -130,6 +130,10 @@ class InductorBackend(Backend):
             return load_artefact(payload, (device.index or 0) if several else None)
         except Exception as exc:
             raise BackendError(f"The stored graph cannot be loaded: {exc}") from exc
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{k}={v}" for k, v in sorted(settings.items()))
 
 
 def _import(name: str) -> None:
