@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from onediff_ext.backends.inductor import flash_attention
 from onediff_ext.backends.inductor.aot_library import CPU_CONFIG, build_library, load_library
+from onediff_ext.backends.inductor.kernels.flash_attention import kernels_of as flash_kernels_of
 from onediff_ext.backends.inductor.standalone_artefact import (
     CUDA_CONFIG,
     TUNED_CONFIG,
@@ -76,13 +78,18 @@ class InductorBackend(Backend):
         if device.type == "cuda":
             entries["kernels"] = KERNELS
             entries["float32 matmul"] = torch.get_float32_matmul_precision()
+            if (flash := flash_attention.version(device)) is not None:
+                entries["attention"] = f"{flash_attention.PACKAGE} {flash}"
         return entries
 
     def loading_steps(self, device: torch.device) -> Sequence[Callable[[], object]]:
         if device.type != "cuda":
             return ()
+        names = list(_IMPORTED_BY_LOADS)
+        if flash_attention.version(device) is not None:
+            names += flash_attention.IMPORTED
         steps: list[Callable[[], object]] = [
-            partial(_import, name) for name in _IMPORTED_BY_LOADS if name not in sys.modules
+            partial(_import, name) for name in names if name not in sys.modules
         ]
         if not _checksum_of_torch.cache_info().currsize:
             steps.append(_checksum_of_torch)
@@ -116,7 +123,12 @@ class InductorBackend(Backend):
                     return build_library(program.graph_module, fakes)
                 from onediff_ext.backends.inductor.kernels.rewrite import with_kernels
 
-                return build_artefact(with_kernels(program.graph_module), fakes, settings)
+                graph_module = with_kernels(program.graph_module)
+                artefact = build_artefact(graph_module, fakes, settings)
+                kernels = flash_kernels_of(graph_module)
+                return (
+                    flash_attention.with_stored(artefact, kernels, device) if kernels else artefact
+                )
         except BackendError:
             raise
         except Exception as exc:  # Inductor raises many unrelated types
@@ -127,7 +139,10 @@ class InductorBackend(Backend):
             if device.type != "cuda":
                 return load_library(payload)
             several = torch.cuda.device_count() > 1
-            return load_artefact(payload, (device.index or 0) if several else None)
+            artefact, kernels = flash_attention.without_stored(payload)
+            if kernels is not None:
+                flash_attention.use_stored(kernels)
+            return load_artefact(artefact, (device.index or 0) if several else None)
         except Exception as exc:
             raise BackendError(f"The stored graph cannot be loaded: {exc}") from exc
 

@@ -14,6 +14,7 @@ def register_kernels() -> None:
     for name in (
         "activated_rows",
         "cross_attention",
+        "flash_attention",
         "geglu",
         "group_norm",
         "int8_rows",

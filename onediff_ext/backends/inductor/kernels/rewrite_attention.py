@@ -1,4 +1,4 @@
-"""Attention to a prompt becomes our cross-attention kernel."""
+"""Attention to a prompt becomes our cross-attention kernel, the rest FlashAttention if installed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from onediff_ext.backends.inductor import flash_attention
 from onediff_ext.backends.inductor.kernels.fx_nodes import arguments_of, replace
 
 
 def rewrite_attention(node: Any) -> None:
-    """Replace attention between different token counts, up to 256 channels for each head."""
+    """Replace attention without a mask, up to 256 channels for each head."""
     query, key, value, mask, dropout, causal, scale, grouped = arguments_of(node, 8)
     forms = [n.meta["val"] for n in (query, key, value)]
     width = forms[0].shape[-1]
@@ -20,13 +21,15 @@ def rewrite_attention(node: Any) -> None:
         return
     if not isinstance(width, int) or width > 256 or any(f.shape[-1] != width for f in forms):
         return
-    if str(forms[0].shape[2]) == str(forms[1].shape[2]):
-        return
     if any(str(f.shape[:2]) != str(forms[0].shape[:2]) for f in forms):
         return
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return  # Triton multiplies without tensor cores there
     scale = width**-0.5 if scale is None else scale
     if scale <= 0:
         return
+    if str(forms[0].shape[2]) == str(forms[1].shape[2]):
+        if flash_attention.version() is not None and flash_attention.is_fit(forms[0].dtype, width):
+            replace(node, torch.ops.onediff.flash_attention.default, (query, key, value, scale))
+        return
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return  # Triton multiplies without tensor cores there
     replace(node, torch.ops.onediff.cross_attention.default, (query, key, value, scale))
