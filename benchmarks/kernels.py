@@ -1,4 +1,4 @@
-"""Our Triton kernels against Inductor's own code: ``python -m benchmarks.kernels --json FILE``.
+"""Our kernels, and FlashAttention's, against Inductor's own code: ``python -m benchmarks.kernels``.
 
 Each kernel is compared with float64 first. Times are of CUDA graph replays, without launches.
 """
@@ -19,6 +19,7 @@ from benchmarks.fingerprint import fingerprint
 from benchmarks.models import DTYPES
 from benchmarks.results import check_mergeable, merge, now, read_result, write_result
 from benchmarks.timing import median_and_p95
+from onediff_ext.backends.inductor import flash_attention
 
 KEY = ("contender", "kernel", "shape", "dtype")
 
@@ -37,6 +38,21 @@ ACTIVATED = (
     (2, 4096, 0, 6144),
 )  # fmt: skip
 GATED = ((1, 4160, 0, 10240),)
+# (batch, tokens, heads, channels of a head) of self-attention: SDXL and SD1.5 at 512 and 1024 px;
+# then SD3.5-large and -medium, Flux.1 and Z-Image at 512, 960x720 and 1024 px, text included.
+ATTENTION = {
+    torch.float16: (
+        (2, 1024, 10, 64), (2, 256, 20, 64), (2, 4096, 10, 64), (2, 1024, 20, 64),
+        (2, 4096, 8, 40), (2, 1024, 8, 80), (2, 256, 8, 160),
+        (2, 16384, 8, 40), (2, 4096, 8, 80), (2, 1024, 8, 160),
+    ),
+    torch.bfloat16: (
+        (2, 1357, 38, 64), (2, 3033, 38, 64), (2, 4429, 38, 64),
+        (2, 1357, 24, 64), (2, 3033, 24, 64), (2, 4429, 24, 64),
+        (1, 1536, 24, 128), (1, 3212, 24, 128), (1, 4608, 24, 128),
+        (1, 1152, 30, 128), (1, 2828, 30, 128), (1, 4224, 30, 128),
+    ),
+}  # fmt: skip
 TOKENS = ((2, 256, 1280), (2, 1024, 1280), (2, 1024, 640), (2, 4096, 640), (2, 4096, 320))
 
 
@@ -73,6 +89,7 @@ class Case:
         inputs: Arguments of both.
         exact: Computes the expected output from inputs in float64; None means `plain`.
         value: Converts an output to float64.
+        contender: Whose kernel it is.
     """
 
     kernel: str
@@ -82,6 +99,7 @@ class Case:
     inputs: tuple[torch.Tensor, ...]
     exact: Callable[..., torch.Tensor] | None = None
     value: Callable[[Any], torch.Tensor] = torch.Tensor.double
+    contender: str = "ours-triton"
 
 
 def _rows(dtype: torch.dtype, device: torch.device, named: str) -> list[dict[str, Any]]:
@@ -92,7 +110,7 @@ def _rows(dtype: torch.dtype, device: torch.device, named: str) -> list[dict[str
 
     register_kernels()
     rows = []
-    cases = (_cases, _rotary_cases, _activated_cases)
+    cases = (_cases, _rotary_cases, _activated_cases, _attention_cases)
     for case in chain.from_iterable(of(dtype, device) for of in cases):
         if named not in case.kernel:
             continue
@@ -100,7 +118,7 @@ def _rows(dtype: torch.dtype, device: torch.device, named: str) -> list[dict[str
         compiled = torch.compile(case.plain, dynamic=True)
         shown = []
         for who, function in (
-            ("ours-triton", case.ours), ("inductor", compiled), ("eager", case.plain)
+            (case.contender, case.ours), ("inductor", compiled), ("eager", case.plain)
         ):  # fmt: skip
             found = case.value(function(*case.inputs))
             error = float((found - exact).norm() / exact.norm())
@@ -297,6 +315,30 @@ def _activated_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
             lambda x, y: ops.swiglu_in_8_bits(x, y, None, fp8),
             lambda x, y: quantize_rows(swiglu(x, y), "fp8"),
             random(batch, tokens, 2 * channels).chunk(2, dim=-1), swiglu, number,
+        )  # fmt: skip
+
+
+def _attention_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Self-attention by FlashAttention 4, where it is installed, beside PyTorch's choice."""
+    if flash_attention.version(device) is None:
+        return
+    noise = torch.Generator(device).manual_seed(0)
+
+    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads = zip(*(tensor.flatten(0, 1) for tensor in (q, k, v)), strict=True)
+        mixed = [((q @ k.T) * q.shape[-1] ** -0.5).softmax(-1) @ v for q, k, v in heads]
+        return torch.stack(mixed).view_as(q)
+
+    for shape in ATTENTION.get(dtype, ()):
+        q, k, v = (
+            torch.randn(shape, generator=noise, device=device).to(dtype).transpose(1, 2)
+            for _ in range(3)
+        )
+        yield Case(
+            "self_attention", shape,
+            lambda q, k, v: torch.ops.onediff.flash_attention(q, k, v, q.shape[-1] ** -0.5),
+            functional.scaled_dot_product_attention, (q, k, v), exact,
+            contender="flash-attn-4",
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.flash_table import flash_kernels, flash_models
 from benchmarks.neo_table import neo_compile_table
 from benchmarks.phases_table import phases_table
 from benchmarks.plain_rows import as_used, beside_unet
@@ -30,6 +31,7 @@ TRANSFORMER_SIZES = (
     *((512, 512), (768, 768), (720, 960), (960, 720), (1280, 768), (832, 1216), (1024, 1024)),
     (1536, 1024),
 )
+FLASH_MODELS = ("flux", "sd35-medium", "sd35-large")
 TRANSFORMERS = ("flux", "sd35-medium", "sd35-large", "z-image", "qwen-image")
 COLUMNS = {
     "eager": "eager",
@@ -123,6 +125,10 @@ def with_tables(text: str, results: Path) -> str:
         "unet sdxl first": lambda: first_steps(result("unet-sdxl-h200")),
         "unet sd1 first": lambda: first_steps(result("unet-sd1-h200")),
         **{f"dit {model}": partial(dit_table, model) for model in TRANSFORMERS},
+        "flash models": lambda: _table(
+            *flash_models([result(f"dit-{model}-flash-h200") for model in FLASH_MODELS])
+        ),
+        "flash kernels": lambda: _table(*flash_kernels(result("kernels-attention-h200"))),
         "vae": lambda: vae_table(result("vae-sdxl-h200")),
         "vae encode": lambda: vae_table(result("vae-sdxl-h200"), "encode"),
         "pipeline sdxl": lambda: pipeline_table(result("pipeline-sdxl-h200")),

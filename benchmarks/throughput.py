@@ -2,7 +2,8 @@
 
 The settings are those of MLPerf's text to image: 1024x1024, 20 Euler steps with guidance, and any
 batch. A picture's time has everything from the prompt to its pixels in main memory: text encoders,
-steps and VAE. Each contender draws batches without a pause for as long as ``--seconds``, by plain
+steps and VAE. ``--model flux`` draws as Flux.1-dev is used: in bf16, with embedded guidance and 512
+tokens of text. Each contender draws batches without a pause for as long as ``--seconds``, by plain
 calls of the pipeline; the best batch counts. Weights are random.
 
 Before that it draws some batches that are not timed: graphs are built, and CUDA graphs recorded.
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.fingerprint import fingerprint
+from benchmarks.flux_pipeline import make_flux_pipeline
 from benchmarks.models import make_pipeline
 from benchmarks.results import check_mergeable, merge, now, read_result, write_result
 from onediff_ext.core.shapes import parse_sizes
@@ -35,13 +37,15 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
 }
 SETTINGS = ("what", "model", "dtype", "width", "height", "steps", "guidance")
 KEY = ("contender", "batch")
-_GUIDANCE = 8.0
+_GUIDANCE, _FLUX_GUIDANCE = 8.0, 3.5
 _SETTLING = 3  # batches: a shape is seen, recorded and compared
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="sdxl", help="sdxl, sd15, small or tiny")
+    parser.add_argument(
+        "--model", default="sdxl", help="sdxl, sd15, flux, small, tiny or small-flux"
+    )
     parser.add_argument("--size", default="1024x1024")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batches", default="1,2,4,8")
@@ -53,7 +57,10 @@ def main() -> int:
     parser.add_argument("--replace", action="store_true", help="forget what is in the JSON file")
     arguments = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    is_flux = arguments.model.endswith("flux")
+    half = torch.bfloat16 if is_flux else torch.float16
+    dtype = half if device.type == "cuda" else torch.float32
+    guidance = _FLUX_GUIDANCE if is_flux else _GUIDANCE
     [size] = parse_sizes(arguments.size)
     figures: dict[str, Any] = {
         "what": "pictures a second of one device",
@@ -62,17 +69,24 @@ def main() -> int:
         "width": size.width_px,
         "height": size.height_px,
         "steps": arguments.steps,
-        "guidance": _GUIDANCE,
+        "guidance": guidance,
         "fingerprint": fingerprint(device),
         "rows": [],
     }
     keep = arguments.json is not None and not arguments.replace
     old = read_result(arguments.json) if keep else None
     check_mergeable(old, figures, SETTINGS)
-    pipe = make_pipeline(arguments.model, device, dtype)
+    make = make_flux_pipeline if is_flux else make_pipeline
+    pipe = make(arguments.model, device, dtype)
     pipe.set_progress_bar_config(disable=True)
     batches = [int(each) for each in arguments.batches.split(",")]
-    run = _Run(pipe, size.width_px, size.height_px, arguments.steps, arguments.seconds, batches)
+    settings = {
+        "width": size.width_px,
+        "height": size.height_px,
+        "num_inference_steps": arguments.steps,
+        "guidance_scale": guidance,
+    }
+    run = _Run(pipe, settings, arguments.seconds, batches)
     store = arguments.store or Path(tempfile.mkdtemp(prefix="onediff-throughput-"))
     common = {"store": store, "build": "wait", "backend": arguments.backend}
     for name in arguments.contenders.split(","):
@@ -96,23 +110,15 @@ class _Run:
 
     Args:
         pipe: A text to image pipeline, not compiled yet.
-        width_px, height_px: Of each picture.
-        steps: Of each picture.
+        settings: Arguments of each call.
         seconds: How long a row draws at least.
         batches: To be measured. Eager's pictures are drawn at once.
     """
 
     def __init__(
-        self,
-        pipe: Any,
-        width_px: int,
-        height_px: int,
-        steps: int,
-        seconds: float,
-        batches: Sequence[int],
+        self, pipe: Any, settings: dict[str, Any], seconds: float, batches: Sequence[int]
     ) -> None:
-        self._pipe, self._steps, self._seconds = pipe, steps, seconds
-        self._size = {"width": width_px, "height": height_px}
+        self._pipe, self._settings, self._seconds = pipe, settings, seconds
         self._eager = {batch: self._draw(batch) for batch in batches}
 
     def measure(self, batch: int) -> dict[str, Any]:
@@ -149,11 +155,9 @@ class _Run:
         found: torch.Tensor = self._pipe(
             prompt=[f"a painting of a quiet harbour, number {seed + n}" for n in range(batch)],
             negative_prompt=["blurry"] * batch,
-            num_inference_steps=self._steps,
-            guidance_scale=_GUIDANCE,
             generator=generators,
             output_type="pt",
-            **self._size,
+            **self._settings,
         ).images
         return found.cpu()
 

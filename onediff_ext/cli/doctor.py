@@ -55,6 +55,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         yield True, "no GPU: pictures are drawn on the CPU, where graphs gain little"
     reason = no_graphs_reason(device)
     yield reason is None, f"graphs by inductor: {reason or 'available'}"
+    if has_gpu:
+        yield from _flash_attention(device)
     reason = make_backend("oneflow").unavailable_reason(device)
     yield True, f"oneflow backend, which is optional: {reason or 'available'}"
     if not has_gpu:
@@ -62,6 +64,17 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     for package in ("diffusers", "transformers", "peft", "PIL"):
         yield _importable(package)
     yield from _store_findings(arguments)
+
+
+def _flash_attention(device: Any) -> Iterator[tuple[bool, str]]:
+    """Say whether self-attention can be faster here."""
+    from onediff_ext.backends.inductor import flash_attention
+
+    found = flash_attention.version(device)
+    if found is not None:
+        yield True, f"faster self-attention: {flash_attention.PACKAGE} {found}"
+    elif flash_attention.is_for(device):
+        yield True, f"faster self-attention, which is optional: {flash_attention.INSTALL}"
 
 
 def _compiler(windows: bool) -> tuple[bool, str]:

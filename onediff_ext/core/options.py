@@ -52,8 +52,8 @@ class CompileOptions:
             memory, before the kind runs eager. It stays eager for good after two failures of
             workers that nothing had killed, otherwise until the next start.
         tuning: ``"idle"`` has graphs built again with more effort while the machine is idle, and
-            takes those that are measured to be faster. It is meant for GPUs, and was not measured
-            on one; ``"off"`` is the default until it was.
+            takes those that are measured to be faster. It is meant for GPUs. ``"off"`` is the
+            default: on an H200 it made none of SDXL's graphs faster.
         channels_last: Keep convolution weights and activations in NHWC order.
         captures: On a GPU, replay whole forwards as CUDA graphs.
         spot_checks: Occasionally compare a graph or CUDA graph in use with eager again, which

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import plot, start_up, tables
+from benchmarks.flash_table import flash_kernels, flash_models
 from benchmarks.results import write_result
 
 FINGERPRINT = {"gpu": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
@@ -260,3 +261,22 @@ def test_pictures_a_second() -> None:
         "| 1 | 0.33 | 0.33 |",
         "| 4 | 1.33 | 1.33 |",
     ]
+
+
+def test_flash_attentions_tables_have_what_was_measured() -> None:
+    rows = [
+        row("ours-exact", 1024, 1024, 124.54), row("ours-fp8", 1024, 1024, 84.95),
+        row("ours-exact", 512, 512, 37.97), row("eager", 1024, 1024, 175.0),
+        {"contender": "ours-fp8", "width": 512, "height": 512, "stopped": "at the time limit"},
+    ]  # fmt: skip
+    assert flash_models([{"model": "flux", "rows": rows}]) == (
+        ["", "512x512", "1024x1024"],
+        [["Flux.1-dev, exact", "38.0", "124.5"], ["Flux.1-dev, fp8", "-", "85.0"]],
+    )
+    kernels = [
+        {"kernel": "self_attention", "dtype": "bfloat16", "shape": [2, 4429, 38, 64],
+         "contender": contender, "us_median": us}
+        for contender, us in (("flash-attn-4", 774.0), ("inductor", 970.0), ("eager", 965.0))
+    ]  # fmt: skip
+    _, lines = flash_kernels({"rows": [*kernels, {**kernels[0], "kernel": "geglu"}]})
+    assert lines == [[2, 4429, 38, 64, "bfloat16", "965", "774", "0.80"]]

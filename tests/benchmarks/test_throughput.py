@@ -39,3 +39,22 @@ def test_rows_of_each_batch_have_eager_s_pictures(
         assert row["seconds"] == pytest.approx(seconds, abs=0.006)
         assert row["error_vs_eager"] < 1e-4
         assert (row["error_vs_eager"] == 0) == (row["contender"] == "eager")
+
+
+def test_flux_is_drawn_with_its_own_guidance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "throughput.json"
+    command = [
+        "throughput", "--model", "small-flux", "--size", "64x64", "--steps", "2",
+        "--seconds", "0.01", "--backend", "eager", "--contenders", "eager,plain",
+        "--batches", "1", "--json", str(result), "--store", str(tmp_path / "store"),
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", command)
+    with quick_builds(), quick_loads():
+        assert throughput.main() == 0
+    figures = json.loads(result.read_text())
+    assert figures["guidance"] == 3.5
+    eager, plain = figures["rows"]
+    assert eager["error_vs_eager"] == 0
+    assert 0 < plain["error_vs_eager"] < 1e-4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.results import read_result
-from benchmarks.tables import RESULTS, TRANSFORMER_SIZES, TRANSFORMERS
+from benchmarks.tables import FLASH_MODELS, RESULTS, TRANSFORMER_SIZES, TRANSFORMERS
 
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
@@ -22,6 +22,21 @@ def test_announced_calls_are_ahead_of_each_peer_at_each_size(model: str) -> None
         others = [each for (name, *at), each in ms.items() if tuple(at) == size and not _ours(name)]
         assert len(others) == 5
         assert fp8 < exact < min(others)
+
+
+@pytest.mark.parametrize("model", FLASH_MODELS)
+def test_flash_attention_makes_each_measured_size_faster(model: str) -> None:
+    without, with_it = (
+        {
+            (row["contender"], row["width"], row["height"]): row["ms_median"]
+            for row in read_result(RESULTS / f"{name}-h200.json")["rows"]
+            if row["contender"] in ("ours-exact", "ours-fp8") and "ms_median" in row
+        }
+        for name in (f"dit-{model}", f"dit-{model}-flash")
+    )
+    assert len(with_it) >= 6
+    for place, ms in with_it.items():
+        assert ms < without[place]
 
 
 def _ours(contender: str) -> bool:

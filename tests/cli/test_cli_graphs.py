@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from onediff_ext.backends.eager import EagerBackend
+from onediff_ext.backends.inductor import flash_attention
 from onediff_ext.building.idle_tuning import IdleTuning
 from onediff_ext.cli import doctor
 from onediff_ext.store.folder import encode_schema
@@ -230,6 +232,26 @@ def test_doctor_looks_for_the_compiler_that_inductor_takes(monkeypatch: pytest.M
     assert "Visual Studio" in line
     monkeypatch.setattr("shutil.which", {"cl": r"C:\cl.exe"}.get)
     assert doctor._compiler(windows=True) == (True, r"C++ compiler: C:\cl.exe")
+
+
+@pytest.mark.parametrize(
+    ("found", "is_for", "lines"),
+    [
+        ("4.0.0b36", True, [(True, "faster self-attention: flash-attn-4 4.0.0b36")]),
+        (
+            None,
+            True,
+            [(True, f"faster self-attention, which is optional: {flash_attention.INSTALL}")],
+        ),
+        (None, False, []),
+    ],
+)
+def test_doctor_names_faster_self_attention_where_it_helps(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, is_for: bool, lines: list[tuple[bool, str]]
+) -> None:
+    monkeypatch.setattr(flash_attention, "version", lambda device: found)
+    monkeypatch.setattr(flash_attention, "is_for", lambda device: is_for)
+    assert list(doctor._flash_attention(torch.device("cuda"))) == lines
 
 
 def test_doctor_finds_a_store_that_cannot_be_made(

@@ -29,7 +29,7 @@ from onediff_ext.engine.torch_versions import OutOfMemoryError
 logger = logging.getLogger(__name__)
 
 PACKAGE = "flash-attn-4"
-INSTALL = f'pip install "{PACKAGE}[cu13]"'
+INSTALL = f'pip install "{PACKAGE}[cu13]>=4.0.0b36,<4.1"'
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_WIDTH = 256
 # What `import flash_attn.cute` takes most of its second for.
@@ -77,10 +77,20 @@ def version(device: torch.device | None = None) -> str | None:
     Args:
         device: A GPU; None for the current one.
     """
-    found = _installed()
-    if found is None or not torch.cuda.is_available():
-        return None
-    return found if torch.cuda.get_device_capability(device) == _HOPPER else None
+    return _installed() if is_for(device) else None
+
+
+def is_for(device: torch.device | None = None) -> bool:
+    """Whether graphs on a device would use the library if it were installed.
+
+    Args:
+        device: A GPU; None for the current one.
+    """
+    return (
+        sys.platform.startswith("linux")
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) == _HOPPER
+    )
 
 
 def is_fit(dtype: torch.dtype, width: int) -> bool:
@@ -186,8 +196,6 @@ _library = _Library()
 
 @cache
 def _installed() -> str | None:
-    if not sys.platform.startswith("linux"):
-        return None
     try:
         found = metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:

@@ -192,7 +192,8 @@ def describe_device(device: torch.device) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of everything that decides an image or its speed."""
     found = {"python": platform.python_version()}
-    for name in ("onediff-ext", "torch", "diffusers", "transformers", "peft", "triton"):
+    libraries = ("torch", "diffusers", "transformers", "peft", "triton", "flash-attn-4")
+    for name in ("onediff-ext", *libraries):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
