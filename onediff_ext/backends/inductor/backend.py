@@ -78,22 +78,19 @@ class InductorBackend(Backend):
         if device.type == "cuda":
             entries["kernels"] = KERNELS
             entries["float32 matmul"] = torch.get_float32_matmul_precision()
-            if (flash := flash_attention.version(device)) is not None:
-                entries["attention"] = f"{flash_attention.PACKAGE} {flash}"
+            if (attention := flash_attention.key_entry(device)) is not None:
+                entries["attention"] = attention
         return entries
 
     def loading_steps(self, device: torch.device) -> Sequence[Callable[[], object]]:
         if device.type != "cuda":
             return ()
-        names = list(_IMPORTED_BY_LOADS)
-        if flash_attention.version(device) is not None:
-            names += flash_attention.IMPORTED
         steps: list[Callable[[], object]] = [
-            partial(_import, name) for name in names if name not in sys.modules
+            partial(_import, name) for name in _IMPORTED_BY_LOADS if name not in sys.modules
         ]
         if not _checksum_of_torch.cache_info().currsize:
             steps.append(_checksum_of_torch)
-        return steps
+        return [*steps, *flash_attention.loading_steps(device)]
 
     def tuning(self, device: torch.device) -> str | None:
         if device.type != "cuda" or not can_be_tuned():

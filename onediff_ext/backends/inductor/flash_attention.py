@@ -10,13 +10,14 @@ Source: the package flash-attn-4, https://github.com/Dao-AILab/flash-attention; 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,9 @@ INSTALL = f'pip install "{PACKAGE}[cu13]>=4.0.0b36,<4.1"'
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_WIDTH = 256
 # What `import flash_attn.cute` takes most of its second for.
-IMPORTED = ("cutlass.base_dsl", "cutlass", "flash_attn.cute")
+_IMPORTED = ("cutlass.base_dsl", "cutlass", "flash_attn.cute")
+# An object file of one version may not run with another version of these.
+_COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 # Versions are those of its betas: 4.0.0b36 is the first one that was tried.
 _TRIED, _UNTRIED = (4, 0, 0, 36), (4, 1)
@@ -91,6 +94,28 @@ def is_for(device: torch.device | None = None) -> bool:
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability(device) == _HOPPER
     )
+
+
+def key_entry(device: torch.device) -> str | None:
+    """Return what decides a graph's stored kernels, for its key; None as `version`.
+
+    Args:
+        device: A GPU.
+    """
+    if version(device) is None:
+        return None
+    return ", ".join(f"{name} {_version_of(name)}" for name in (PACKAGE, *_COMPILERS))
+
+
+def loading_steps(device: torch.device) -> list[Callable[[], object]]:
+    """Return the imports of the first call, as `Backend.loading_steps`.
+
+    Args:
+        device: A GPU.
+    """
+    if version(device) is None:
+        return []
+    return [partial(_import, name) for name in _IMPORTED if name not in sys.modules]
 
 
 def is_fit(dtype: torch.dtype, width: int) -> bool:
@@ -195,10 +220,16 @@ _library = _Library()
 
 
 @cache
-def _installed() -> str | None:
+def _version_of(name: str) -> str | None:
     try:
-        found = metadata.version(PACKAGE)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
+        return None
+
+
+def _installed() -> str | None:
+    found = _version_of(PACKAGE)
+    if found is None:
         return None
     return found if _TRIED <= _numbers(found) < _UNTRIED else None
 
@@ -208,6 +239,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     release, _, beta = text.partition("b")
     numbers = [int(part) for part in release.split(".") if part.isdigit()]
     return (*numbers, int(beta) if beta.isdigit() else 10**6)
+
+
+def _import(name: str) -> None:
+    with contextlib.suppress(Exception):  # the first call says why
+        importlib.import_module(name)
 
 
 def _forward() -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import pickle
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -43,31 +43,28 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FlashAttentionStandIn:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Pretend that a version is installed, on a GPU of a compute capability."""
 
-    def install(found: str | None, capability: tuple[int, int] = (9, 0)) -> None:
+    def install(
+        found: str | None, capability: tuple[int, int] = (9, 0), compilers: str = "4.7.1"
+    ) -> None:
         def version(package: str) -> str:
             if found is None:
                 raise metadata.PackageNotFoundError(package)
-            return found
+            return found if package == flash_attention.PACKAGE else compilers
 
-        flash_attention._installed.cache_clear()
+        flash_attention._version_of.cache_clear()
         monkeypatch.setattr(metadata, "version", version)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
     monkeypatch.setattr(sys, "platform", "linux")
     yield install
-    flash_attention._installed.cache_clear()
+    flash_attention._version_of.cache_clear()
 
 
 def start_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what this process knows of the library."""
     monkeypatch.setattr(flash_attention, "_library", flash_attention._Library())
     flash_attention._compiled.cache_clear()
-
-
-def imports(backend: InductorBackend) -> list[str]:
-    steps = backend.loading_steps(CUDA)
-    return [step.args[0] for step in steps if isinstance(step, partial)]
 
 
 def tensors(*, tokens: int = 40, width: int = 64) -> list[torch.Tensor]:
@@ -121,22 +118,47 @@ def test_graphs_with_and_without_it_are_different_graphs(installed: Callable[...
     installed(None)
     without = backend.key_entries(CUDA)
     installed("4.0.0b36")
-    first = backend.key_entries(CUDA)
-    installed("4.0.0b37")
-    second = backend.key_entries(CUDA)
-    assert first == {**without, "attention": "flash-attn-4 4.0.0b36"}
-    assert second == {**without, "attention": "flash-attn-4 4.0.0b37"}
+    with_it = "flash-attn-4 4.0.0b36, nvidia-cutlass-dsl 4.7.1, apache-tvm-ffi 4.7.1"
+    assert backend.key_entries(CUDA) == {**without, "attention": with_it}
     assert "attention" not in backend.key_entries(CPU)
 
 
-def test_its_imports_are_done_ahead(installed: Callable[..., None]) -> None:
+def test_another_compiler_is_another_graph(installed: Callable[..., None]) -> None:
     backend = InductorBackend()
     installed("4.0.0b36")
-    assert [name for name in imports(backend) if name in flash_attention.IMPORTED] == list(
-        flash_attention.IMPORTED
-    )
+    first = backend.key_entries(CUDA)
+    installed("4.0.0b36", compilers="4.8.0")
+    assert backend.key_entries(CUDA) != first
+
+
+def test_its_imports_are_done_ahead(
+    library: FlashAttentionStandIn,
+    installed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = InductorBackend()
     installed(None)
-    assert not set(flash_attention.IMPORTED) & set(imports(backend))
+    before = len(backend.loading_steps(CUDA))
+    installed("4.0.0b36")
+    assert len(backend.loading_steps(CUDA)) == before
+    monkeypatch.delitem(sys.modules, "flash_attn.cute")
+    *_, last = backend.loading_steps(CUDA)
+    assert len(backend.loading_steps(CUDA)) == before + 1
+    last()  # nothing is there to import: the first call says so
+
+
+def test_an_import_that_fails_is_left_to_the_first_call(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: a library cannot be opened")
+
+    installed("4.0.0b36")
+    monkeypatch.setattr(importlib, "import_module", fail)
+    steps = flash_attention.loading_steps(CUDA)
+    assert len(steps) == 3
+    for step in steps:
+        step()
 
 
 def test_attention_is_computed_by_the_library(library: FlashAttentionStandIn) -> None:
