@@ -12,6 +12,7 @@ from torch import nn
 
 from onediff_ext.core.components import ComponentId
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.guidance_options import ALL_STEPS, GuidanceOptions
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.core.words import typed
 from onediff_ext.engine.patches import Patches
@@ -24,6 +25,7 @@ from onediff_ext.hosts.diffusers.deepcache import (
     lifted,
     lifted_from,
 )
+from onediff_ext.hosts.diffusers.guidance_steps import check_guidance_steps, guidance_steps_for
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
 from onediff_ext.hosts.diffusers.offloading import offloaded_models
@@ -69,6 +71,7 @@ class CompiledPipe:
         components: The models that run compiled.
         step_cache, deepcache: Those that `compile_pipe` was asked for, which end with the
             compilation; None for none.
+        guidance_steps: In which steps calls of the pipeline have guidance.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class CompiledPipe:
         self._pipe, self._ignored = pipe, ignored
         self.step_cache: ChosenStepCache | None = None
         self.deepcache: ChosenDeepCache | None = None
+        self.guidance_steps = ALL_STEPS
         self._patches = Patches()
         self._moves, self._move_patches = PinnedMoves(), Patches()
         self._offloaded: list[weakref.ref[nn.Module]] = []
@@ -119,6 +123,18 @@ class CompiledPipe:
             PINNED_MEMORY.settle()
         if self._kinds is not None:
             self._kinds.record()
+
+    @contextmanager
+    def pipeline_call(self, steps: int | None) -> Iterator[None]:
+        """Draw the picture of one call of the pipeline within the ``with`` block.
+
+        Args:
+            steps: As for `picture`.
+        """
+        with self.picture(steps), guidance_steps_for(self._pipe, self.guidance_steps) as guided:
+            yield
+            if guided is not None and guided.reason:
+                self.session.fell_back("guidance steps", guided.reason)
 
     @contextmanager
     def _compiled_by_user(self) -> Iterator[None]:
@@ -220,6 +236,7 @@ def compile_pipe(
     backend: str | None = None,
     fuse_qkv_projections: bool = False,  # noqa: ARG001
     deepcache: object = None,
+    guidance_steps: object = None,
     session: Session | None = None,
 ) -> Pipe:
     """Run a pipeline's UNet or transformer, VAE and ControlNets through graphs, at any size.
@@ -244,6 +261,9 @@ def compile_pipe(
         deepcache: Reuse deep features of the UNet, as `enable_deepcache` does: 3, "medium", or
             `DeepCacheOptions`. Faster, but pictures differ. It ends with the compilation. None
             leaves DeepCache as it is without that of an earlier compilation.
+        guidance_steps: Compute classifier-free guidance in some steps only, such as
+            ``"interval:0-0.6"`` or ``"adaptive:0.991"``; see `GuidanceOptions`. Faster, but
+            pictures differ. It holds for calls of this pipeline, and ends with the compilation.
         session: Share the graphs of this session, which has options of its own; the caller closes
             it. Without one, the pipeline gets its own session, which builds until `undo_compile`.
 
@@ -261,6 +281,7 @@ def compile_pipe(
     step_cache = check_step_cache(pipe, chosen.step_cache)
     if deepcache is not None:
         check_deepcache(pipe, deepcache)
+    guided = _check_guidance_steps(pipe, guidance_steps, chosen)
     session = session or new_session(chosen)
     undo_compile(pipe)
     compiled = CompiledPipe(pipe, session, ignored, owns_session=owns_session)
@@ -271,7 +292,18 @@ def compile_pipe(
         compiled.step_cache.install(pipe)
     if deepcache is not None:
         compiled.deepcache = ChosenDeepCache(pipe, deepcache)
+    compiled.guidance_steps = guided
     return pipe
+
+
+def _check_guidance_steps(pipe: object, value: object, options: CompileOptions) -> GuidanceOptions:
+    """Raise OptionError for guidance steps that cannot be used, or not on two devices."""
+    chosen = check_guidance_steps(pipe, value)
+    if chosen.is_on and options.cfg_parallel != "off":
+        raise OptionError(
+            "Guidance steps and cfg_parallel cannot be used together.", "Leave one of them off."
+        )
+    return chosen
 
 
 def _check_pipeline(pipe: object, ignored: frozenset[str]) -> None:
@@ -355,4 +387,4 @@ def one_picture(pipe: object) -> AbstractContextManager[None]:
 def _picture_of_call(pipe: object, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
     """One picture that a call of the pipeline draws."""
     state = compiled_state(pipe)
-    return nullcontext() if state is None else state.picture(sampling_steps(arguments))
+    return nullcontext() if state is None else state.pipeline_call(sampling_steps(arguments))

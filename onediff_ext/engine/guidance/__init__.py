@@ -1,0 +1,1 @@
+"""Classifier-free guidance in some steps of a picture only."""

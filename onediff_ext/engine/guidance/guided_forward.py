@@ -1,0 +1,142 @@
+"""A denoiser's forward that runs the prompt's half of the batch alone in some steps.
+
+Guidance is ``negative + scale * (prompt - negative)``. With the prompt's prediction in both halves
+it is the prompt's prediction, whatever the scale, and whatever is done to it afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from onediff_ext.core.guidance_options import GuidanceOptions
+from onediff_ext.engine.cfg_parallel.call_halves import NOTHING_TO_SPLIT, CallHalves
+from onediff_ext.engine.class_methods import forward_slot, inner_forward_of
+from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
+from onediff_ext.engine.cuda_graphs.half_batches import joined
+from onediff_ext.engine.guidance.alike_predictions import AlikePredictions
+from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.stand_in import StandIn
+from onediff_ext.engine.torch_versions import is_dynamo_tracing
+
+logger = logging.getLogger(__name__)
+
+
+class GuidedCall(NamedTuple):
+    """A call whose batch is [negative prompt, prompt].
+
+    Args:
+        step: Number of the picture's step, from 0. Samplers such as Heun's call twice in one.
+        steps: All steps of the picture.
+        device: Of the latents.
+    """
+
+    step: int
+    steps: int
+    device: torch.device
+
+
+# Tells what a call is, or why it has to run whole. Reads no tensor's values.
+CallReader = Callable[[Sequence[Any], Mapping[str, Any]], GuidedCall | str]
+
+# The forwards whose pictures this thread draws, outermost first.
+_drawn = threading.local()
+
+
+class GuidedForward(StandIn):
+    """Draws one picture, or one batch of pictures, with guidance in some of its steps.
+
+    It stands in place of the denoiser's forward while the picture is drawn, around DeepCache and
+    CUDA graphs: for them, half of the batch is another size. Calls of other threads, and of another
+    picture that is drawn meanwhile, pass through.
+
+    Args:
+        model: The host's denoiser.
+        options: Which steps have guidance.
+        read_call: Of the host.
+
+    Attributes:
+        counts: How many calls ran with "guidance", for the "prompt" alone, and "whole" because
+            `read_call` could not tell.
+        reason: Why the last one of these ran whole, or "".
+    """
+
+    def __init__(self, model: nn.Module, options: GuidanceOptions, read_call: CallReader) -> None:
+        self._model, self._options, self._read_call = model, options, read_call
+        self._inner = inner_forward_of(model)
+        self._halves = CallHalves()
+        self._alike = AlikePredictions(options.similarity)
+        self._step = -1
+        self.counts: Counter[str] = Counter()
+        self.reason = ""
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw the picture within the ``with`` block; afterwards the model is as it was before."""
+        patches, pictures = Patches(), _pictures()
+        patches.set(self._model, forward_slot(self._model), self)
+        pictures.append(self)
+        try:
+            yield
+        finally:
+            pictures.remove(self)
+            self._halves.forget()
+            for name in patches.undo():
+                logger.warning("another extension has replaced %s since", name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        # A copied model runs its own forward.
+        return copy.deepcopy(self._inner, memo)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_tracing() or not self._is_drawn_here:
+            return self._inner(*args, **kwargs)
+        call = self._read_call(args, kwargs)
+        if isinstance(call, str):
+            return self._whole(call, args, kwargs)
+        if call.step != self._step:
+            self._step = call.step
+            self._alike.begin_step()
+        if not self._options.has_guidance(call.step, call.steps) or self._alike.have_all_ended:
+            return self._prompt_alone(call.device, args, kwargs)
+        self.counts["guidance"] += 1
+        output = self._inner(*args, **kwargs)
+        return self._alike.compared(output) if self._options.method == "adaptive" else output
+
+    @property
+    def _is_drawn_here(self) -> bool:
+        """Whether it is the last one of those of this model whose pictures this thread draws."""
+        ours = [each for each in _pictures() if each._model is self._model]
+        return bool(ours) and ours[-1] is self
+
+    def _prompt_alone(
+        self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        halves = self._halves.split(args, kwargs, device, device, None)
+        if halves is None:
+            return self._whole(NOTHING_TO_SPLIT, args, kwargs)
+        self.counts["prompt"] += 1
+        containers, half = ArgumentContainers(args, kwargs), halves[1]
+        output = self._inner(*half.args, **half.kwargs)
+        containers.apply(half.containers.changes() or ())
+        return joined(output, output)
+
+    def _whole(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.counts["whole"] += 1
+        self.reason = reason
+        return self._inner(*args, **kwargs)
+
+
+def _pictures() -> list[GuidedForward]:
+    if not hasattr(_drawn, "pictures"):
+        _drawn.pictures = []
+    found: list[GuidedForward] = _drawn.pictures
+    return found

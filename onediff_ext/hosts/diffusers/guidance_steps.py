@@ -1,0 +1,150 @@
+"""Guidance in some steps only, for diffusers pipelines whose batch is [negative prompt, prompt]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.guidance_options import GuidanceOptions
+from onediff_ext.engine.guidance.guided_forward import GuidedCall, GuidedForward
+from onediff_ext.engine.timesteps import are_of_one_tensor
+from onediff_ext.engine.torch_compile import TORCH_COMPILES, compiled_modules
+from onediff_ext.hosts.diffusers.denoiser import denoiser_of
+
+NO_GUIDANCE = "the picture has no guidance"
+OTHER_CALL = "a call that is not the pipeline's own at its next step"
+STEP_CACHE = "a step cache keeps results of whole batches"
+
+# diffusers' classes whose loop calls the denoiser once at each timestep, with a batch of the
+# negative prompts and then the prompts.
+_PIPELINES = frozenset(
+    {
+        *(f"StableDiffusion{task}Pipeline" for task in ("", "Img2Img", "Inpaint", "Adapter")),
+        *(f"StableDiffusionXL{task}Pipeline" for task in ("", "Img2Img", "Inpaint", "Adapter")),
+        *(f"StableDiffusionControlNet{task}Pipeline" for task in ("", "Img2Img", "Inpaint")),
+        *(f"StableDiffusionXLControlNet{task}Pipeline" for task in ("", "Img2Img", "Inpaint")),
+        *(f"StableDiffusion3{task}Pipeline" for task in ("", "Img2Img", "Inpaint")),
+        *(f"StableDiffusion3ControlNet{task}Pipeline" for task in ("", "Inpainting")),
+    }
+)
+
+# The denoiser's arguments of which each tensor has a row for each picture of the batch, or one.
+_KNOWN = frozenset(
+    {
+        *("sample", "hidden_states", "timestep", "encoder_hidden_states", "pooled_projections"),
+        *("timestep_cond", "class_labels", "added_cond_kwargs"),
+        *("down_block_additional_residuals", "mid_block_additional_residual"),
+        *("down_intrablock_additional_residuals", "block_controlnet_hidden_states"),
+    }
+)
+_POSITIONS = ("sample", "timestep", "encoder_hidden_states")  # of a UNet; transformers get names
+
+
+def check_guidance_steps(pipe: object, options: object) -> GuidanceOptions:
+    """Read the guidance steps that a pipeline is to have.
+
+    Args:
+        pipe: The pipeline; it is not changed.
+        options: What `GuidanceOptions.parse` takes.
+
+    Raises:
+        OptionError: They cannot be read, or the pipeline's batch is not [negative prompt, prompt].
+    """
+    chosen = GuidanceOptions.parse(options)
+    if chosen.is_on and not _has_known_batch(pipe):
+        raise OptionError(
+            f"{type(pipe).__name__} is not known to draw prompt and negative prompt as one batch.",
+            "Leave the guidance steps off. They work with pipelines of SD 1.x, SD 2.x, SDXL, SD3.",
+        )
+    return chosen
+
+
+@contextmanager
+def guidance_steps_for(pipe: Any, options: GuidanceOptions) -> Iterator[GuidedForward | None]:
+    """Draw one call of a pipeline with guidance in some steps, within this ``with`` block.
+
+    Pictures differ from those with guidance in all steps. What cannot be told apart is drawn with
+    guidance: `GuidedForward.reason`.
+
+    Args:
+        pipe: The pipeline, compiled or eager, with or without DeepCache.
+        options: Which steps have guidance; where they are off, nothing is changed.
+
+    Returns:
+        What was done, for a look at it afterwards; None where the options are off.
+
+    Raises:
+        OptionError: As `check_guidance_steps`.
+    """
+    if not check_guidance_steps(pipe, options).is_on:
+        yield None
+        return
+    forward = GuidedForward(denoiser_of(pipe), options, _PipelineCalls(pipe))
+    with forward.drawing():
+        yield forward
+
+
+def _has_known_batch(pipe: object) -> bool:
+    owner = next((cls for cls in type(pipe).__mro__ if "__call__" in vars(cls)), object)
+    return owner.__name__ in _PIPELINES and owner.__module__.startswith("diffusers.pipelines.")
+
+
+class _PipelineCalls:
+    """Reads the denoiser's calls in one call of a pipeline.
+
+    The pipeline passes the elements of its scheduler's tensor of timesteps, in order: their place
+    in its memory tells the step.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe, self._model = pipe, denoiser_of(pipe)
+        self._timesteps: torch.Tensor | None = None  # kept, so that no other one gets its memory
+        self._first, self._last = 0, -1
+        self._refusal = TORCH_COMPILES if compiled_modules(self._model) else ""
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GuidedCall | str:
+        given = {**dict(zip(_POSITIONS, args, strict=False)), **kwargs}
+        latents = given.get("sample", given.get("hidden_states"))
+        place = self._place(given.get("timestep"))
+        if not isinstance(latents, torch.Tensor) or place is None or given.get("skip_layers"):
+            return OTHER_CALL
+        self._last = place
+        if self._refusal:
+            return self._refusal
+        if not self._pipe.do_classifier_free_guidance:
+            return NO_GUIDANCE
+        if getattr(self._model, "is_cache_enabled", False):
+            return STEP_CACHE
+        unknown = [name for name, value in given.items() if name not in _KNOWN and _tensors(value)]
+        if unknown or len(args) > len(_POSITIONS):
+            return f"an argument may have other rows: {', '.join(unknown) or 'more positions'}"
+        assert self._timesteps is not None
+        order = getattr(self._pipe.scheduler, "order", 1)
+        left = len(self._timesteps) - self._first
+        return GuidedCall((place - self._first) // order, -(-left // order), latents.device)
+
+    def _place(self, timestep: object) -> int | None:
+        """The place of a timestep in the schedule; None where it is not the next one's."""
+        if not isinstance(timestep, torch.Tensor):
+            return None
+        is_first = self._timesteps is None
+        timesteps = self._pipe.scheduler.timesteps if is_first else self._timesteps
+        if not isinstance(timesteps, torch.Tensor) or not are_of_one_tensor(timesteps, timestep):
+            return None
+        offset = timestep.storage_offset() - timesteps.storage_offset()
+        place = int(offset // max(timesteps.stride(0), 1))
+        if not self._last < place < len(timesteps):
+            return None
+        if is_first:
+            self._timesteps, self._first = timesteps, place
+        return place
+
+
+def _tensors(value: object) -> bool:
+    """Whether there is a tensor in an argument."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
