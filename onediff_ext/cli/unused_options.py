@@ -147,6 +147,9 @@ WITH = (
     UnusedWith(("--tune",), "--cluster", "graphs are tuned in one process"),
     UnusedWith(("--cfg-parallel",), "--gpus", "each GPU draws pictures of its own"),
     UnusedWith(("--cfg-parallel",), "--cluster", "each GPU draws pictures of its own"),
+    UnusedWith(
+        ("--guidance-steps",), "--cfg-parallel", "the second GPU has the work that it leaves out"
+    ),
     UnusedWith(_LIMIT, "--to-gb", "that is the size to shrink to"),
     UnusedWith(
         (

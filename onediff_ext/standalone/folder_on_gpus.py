@@ -124,6 +124,7 @@ def img2img_command(
         "scheduler": settings.scheduler,
         "deepcache": settings.deepcache,
         "step-cache": settings.step_cache,
+        "guidance-steps": settings.guidance_steps,
         "dtype": standalone_app.dtype_name,
         "vae-tiling": standalone_app.vae_tiling,
     }

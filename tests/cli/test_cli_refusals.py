@@ -44,6 +44,8 @@ def folder(tmp_path: Path) -> Path:
         (["--steps", "3", "--strength", "0.3"], "less than one step", "at least 4 steps"),
         (["--steps", "1", "--strength", "0.5"], "less than one step", "at least 2 steps"),
         (["--steps", "9", "--strength", "0.1"], "less than one step", "at least 10 steps"),
+        (["--guidance-steps", "0.6"], "no guidance steps '0.6'. Use off, interval:0-0.6", "--help"),
+        (["--guidance-steps", "interval:1-0"], "computed from 1 to 0", "--help"),
         (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0", "--help"),
         (["--seed", "9" * 20], "is not a whole number from 0", "--help"),
         (["--batch-size", "0"], "1 to 31", "--batch-size"),

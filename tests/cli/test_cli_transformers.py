@@ -82,6 +82,13 @@ def test_text_to_image(run: Callable[..., dict[str, Any]], tmp_path: Path) -> No
     assert difference(Path(eager["output"]), paths[0]) > 1
 
 
+def test_guidance_steps_are_refused_before_anything_is_drawn(folder: Path, tmp_path: Path) -> None:
+    words = ["txt2img", "--sizes", "64x64", "-m", str(folder), "--eager", "-o", str(tmp_path)]
+    ended = run_here([*words, "--guidance-steps", "adaptive"])
+    ended.refused("FluxPipeline is not known to draw prompt and negative prompt", "SD3")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_image_to_image_goes_on_where_it_stopped(
     run: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

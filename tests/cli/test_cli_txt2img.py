@@ -114,6 +114,25 @@ def test_deepcache_in_infotext_where_it_was_used(
     assert fields["OneDiff DeepCache"] == "medium"
 
 
+def test_guidance_steps_in_infotext_where_they_change_the_picture(
+    draw: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    options = ("--sizes", "64x64", "--eager", "--steps", "4", "-p", "a fox")
+    half = ("--guidance-steps", "interval:0-0.5")
+    whole = draw(tmp_path / "whole", *options)
+    part = draw(tmp_path / "part", *options, *half)
+    none = draw(tmp_path / "none", *options, *half, "--guidance", "1")
+    paths = [Path(report["pictures"][0]["output"]) for report in (whole, part, none)]
+    fields = [parse_infotext(infotext_of(path)).fields for path in paths]
+    named = [each.get("OneDiff guidance steps") for each in fields]
+    assert named == [None, "interval:0-0.5", None]
+    assert part["warnings"] == []
+    assert none["warnings"] == [
+        "A CFG scale of 1 has no guidance to leave out; guidance steps are ignored."
+    ]
+    assert Image.open(paths[0]).tobytes() != Image.open(paths[1]).tobytes()
+
+
 def test_not_enough_memory(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ NEEDED = {
     "graphs import": ["file"],
 }
 """What a command needs beside options."""
+VALUES = {"--guidance-steps": "off"}
+"""Of options that take no number."""
 
 
 def parsers_in(parser: Any, command: str = "") -> Iterator[tuple[str, Any]]:
@@ -58,7 +60,7 @@ def command_with(command: str, *names: str) -> list[str]:
     words = [*command.split(), *NEEDED.get(command, [])]
     for name in names:
         action = ACTIONS[command][name]
-        value = next(iter(action.choices)) if action.choices else "1"
+        value = next(iter(action.choices)) if action.choices else VALUES.get(name, "1")
         if action.nargs == 0:
             words.append(name)
         else:

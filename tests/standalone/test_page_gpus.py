@@ -28,6 +28,7 @@ from onediff_ext.cli.main import make_parser
 from onediff_ext.cli.model_arguments import parse_ignored_components, parse_options
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.core.deepcache_options import DeepCacheOptions
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
@@ -111,6 +112,7 @@ def test_the_command_does_the_same_job(app: StandaloneApp, inputs: Path) -> None
         scheduler="DPM++ 2M Karras",
         deepcache=DeepCacheOptions.parse("3"),
         step_cache=StepCacheOptions.parse("first-block:0.08"),
+        guidance_steps=GuidanceOptions.parse("interval:0.1-0.65"),
     )
     identity = {**app.identity, **choices.changes()}
     arguments = parsed(img2img_command(app, choices, Img2ImgJob(batch, settings, identity), ALL))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from PIL import Image
 
 from onediff_ext.hosts.diffusers.drawing.image_generator import (
     DrawSettings,
@@ -75,6 +76,27 @@ def test_one_step_is_in_hand_while_the_next_one_is_prepared(
         "3 handed over", "2 done", "3 told",
     ]  # fmt: skip
     assert clock.seconds() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd15_inpaint", "sdxl", "sdxl_refiner"])
+def test_image_to_image_with_guidance_in_some_steps(
+    command_line: CommandLine, name: str, tmp_path: Path
+) -> None:
+    from onediff_ext.core.guidance_options import GuidanceOptions
+
+    save_pictures(tmp_path, a=(64, 72))
+    generator = image_generator(command_line, name)
+    batches: list[int] = []
+    conv_in = generator.pipe.unet.conv_in
+    conv_in.register_forward_hook(lambda _, args, __: batches.append(args[0].shape[0]))
+    half = GuidanceOptions.parse("interval:0-0.5")
+    settings = DrawSettings("a fox", steps=8, strength=0.5, guidance_steps=half)
+    generator.check(settings, "img2img")
+    with Image.open(tmp_path / "a.png") as picture:
+        drawn = generator.img2img(settings, generator.read([picture.convert("RGB")]), [5])
+    assert batches == [2, 2, 1, 1]
+    assert drawn.uneven
+    assert "forward" not in vars(generator.pipe.unet)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -78,13 +78,22 @@ OTHERS = [
     ["--deepcache=3 end=0.8"],
     ["--step-cache=first-block:0.08"],
     ["--step-cache=first-block:0.08000001"],
+    ["--guidance-steps=interval:0-0.6"],
+    ["--guidance-steps=interval:0-0.60000001"],
+    ["--guidance-steps=adaptive"],
     ["--size=scale:0.3333333"],
     ["--size=scale:0.33333333"],
     ["--scheduler=Euler"],
     ["--keep-alpha"],
 ]
 """Options of the command line, each of which makes other pictures than the others do."""
-SAME = [["--batch-size=2"], ["--ignore-vae"], ["--workers=2"], ["--build=wait"]]
+SAME = [
+    ["--guidance-steps=interval:0-1"],
+    ["--batch-size=2"],
+    ["--ignore-vae"],
+    ["--workers=2"],
+    ["--build=wait"],
+]
 
 
 @pytest.fixture

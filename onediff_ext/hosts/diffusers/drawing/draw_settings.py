@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.guidance_options import ALL_STEPS, GuidanceOptions
 from onediff_ext.core.step_cache_options import NO_STEP_CACHE, StepCacheOptions
 from onediff_ext.hosts.diffusers.schedulers import infotext_names
 
@@ -23,6 +24,7 @@ class DrawSettings:
         scheduler: A sampler's name, such as "Euler a" or "DPM++ 2M Karras".
         deepcache: How much of the UNet's work is reused between steps.
         step_cache: Which blocks of a transformer are skipped.
+        guidance_steps: In which steps CFG is computed.
 
     Raises:
         OptionError: A value is out of range or unknown, or a prompt is no text.
@@ -36,6 +38,7 @@ class DrawSettings:
     scheduler: str = "Euler a"
     deepcache: DeepCacheOptions = OFF
     step_cache: StepCacheOptions = NO_STEP_CACHE
+    guidance_steps: GuidanceOptions = ALL_STEPS
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 1000:
@@ -49,6 +52,11 @@ class DrawSettings:
         _check_text("prompt", self.prompt)
         _check_text("negative prompt", self.negative_prompt)
         infotext_names(self.scheduler)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some steps do more work than others."""
+        return self.deepcache.is_on or self.step_cache.is_on or self.guidance_steps.is_on
 
     def check_img2img_steps(self) -> None:
         """Raise OptionError when steps times strength is less than one step."""

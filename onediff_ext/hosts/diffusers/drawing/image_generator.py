@@ -24,6 +24,7 @@ from onediff_ext.hosts.diffusers.drawing.step_clock import StepClock
 from onediff_ext.hosts.diffusers.drawing.tasks import pipeline_for
 from onediff_ext.hosts.diffusers.drawing.transformer_calls import ReadPictures
 from onediff_ext.hosts.diffusers.flow_schedulers import make_flow_scheduler
+from onediff_ext.hosts.diffusers.guidance_steps import check_guidance_steps, guidance_steps_for
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 from onediff_ext.hosts.diffusers.step_cache import step_cache_for
 from onediff_ext.hosts.diffusers.vae.guarded_vae import GuardedVae
@@ -47,7 +48,7 @@ class Drawn:
         seconds: Of the whole batch, from prompt to pixels.
         step_seconds: Of each sampling step except the first, whose start is not observed. A
             batch of one step has one entry, the time of the whole batch.
-        uneven: Some steps do more work than others (DeepCache).
+        uneven: Some steps do more work than others (DeepCache, guidance steps).
         errors: For each picture the reason why it is None, or None.
         notes: How the VAE ran, where the user should know, such as tiles for lack of memory.
     """
@@ -122,12 +123,16 @@ class ImageGenerator:
         return device
 
     def check(self, settings: DrawSettings, task: str = "txt2img") -> None:
-        """Raise OptionError when sampler or cache cannot be used, before anything is built."""
+        """Raise OptionError when sampler, cache or guidance steps cannot be used.
+
+        It is called before anything is built.
+        """
         self._scheduler(settings)
         with deepcache_for(self.pipe, settings.deepcache):
             pass
+        pipe = self.pipe if self._transformer is None else self._pipe(task)
+        check_guidance_steps(pipe, settings.guidance_steps)
         if settings.step_cache.is_on:
-            pipe = self.pipe if self._transformer is None else self._pipe(task)
             with step_cache_for(pipe, settings.step_cache, settings.steps):
                 pass
 
@@ -138,6 +143,16 @@ class ImageGenerator:
         return distilled_reason(denoiser_of(self.pipe)) or few_steps_reason(
             settings.scheduler, settings.steps
         )
+
+    def guidance_steps_off_reason(self, settings: DrawSettings) -> str | None:
+        """Return why the requested guidance steps change nothing, or None."""
+        if not settings.guidance_steps.is_on:
+            return None
+        if settings.guidance <= 1:
+            return f"A CFG scale of {settings.guidance:g} has no guidance to leave out"
+        if getattr(denoiser_of(self.pipe).config, "time_cond_proj_dim", None):
+            return f"{self.checkpoint.name} takes guidance as an input, which cannot be left out"
+        return None
 
     def check_txt2img(self) -> None:
         """Raise OptionError when the checkpoint needs an input picture."""
@@ -158,11 +173,15 @@ class ImageGenerator:
 
     def ignored_text(self, settings: DrawSettings) -> list[str]:
         """Return a warning for each setting that is ignored, or cut as a long prompt is."""
+        guidance = self.guidance_steps_off_reason(settings)
+        warnings = [] if guidance is None else [f"{guidance}; guidance steps are ignored."]
         if self._transformer is not None:
-            return transformer_calls.ignored_text(self._transformer, self.pipe, settings)
+            more = transformer_calls.ignored_text(self._transformer, self.pipe, settings)
+            return [*warnings, *more]
         tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
         refusal_reason = self.deepcache_off_reason(settings)
-        warnings = [] if refusal_reason is None else [f"{refusal_reason}; drawn without."]
+        if refusal_reason is not None:
+            warnings.append(f"{refusal_reason}; drawn without.")
         for what, prompt in (
             ("prompt", settings.prompt),
             ("negative prompt", settings.negative_prompt),
@@ -258,12 +277,14 @@ class ImageGenerator:
         deepcache = deepcache_for(pipe, settings.deepcache)
         steps_run = int(settings.steps * inputs.get("strength", 1))
         step_cache = step_cache_for(pipe, settings.step_cache, steps_run)
+        guided = guidance_steps_for(pipe, settings.guidance_steps)
         prompts_kept = nullcontext() if self._prompts is None else self._prompts.kept(pipe)
         noise = noise_sent_ahead(pipe.scheduler)
         with (
             one_picture(self.pipe),
             deepcache,
             step_cache,
+            guided,
             prompts_kept,
             noise,
             self.vae.drawing() as vae,
@@ -287,7 +308,9 @@ class ImageGenerator:
             images,
             seconds,
             steps or [seconds],
-            settings.deepcache.is_on or settings.step_cache.is_on,
+            any(
+                x.is_on for x in (settings.deepcache, settings.step_cache, settings.guidance_steps)
+            ),
             errors,
             vae.notes,
         )

@@ -33,6 +33,8 @@ def compose_infotext(
     with_deepcache = (
         settings.deepcache.is_on and image_generator.deepcache_off_reason(settings) is None
     )
+    guided = settings.guidance_steps
+    with_guided = guided.is_on and image_generator.guidance_steps_off_reason(settings) is None
     width_px, height_px = size_px
     fields: dict[str, object] = {
         "Steps": settings.steps,
@@ -44,6 +46,7 @@ def compose_infotext(
         "Model": image_generator.checkpoint.name,
         "OneDiff DeepCache": settings.deepcache.label if with_deepcache else None,
         "OneDiff step cache": str(settings.step_cache) if settings.step_cache.is_on else None,
+        "OneDiff guidance steps": str(guided) if with_guided else None,
         **extra,
         "Version": f"onediff-ext {__version__}",
     }

@@ -58,12 +58,8 @@ def plan_job(job: Img2ImgJob, report: SkipReport) -> Plan:
 def _digest_settings(
     job: Img2ImgJob, identity: dict[str, object], planned: PlannedPicture
 ) -> dict[str, object]:
-    """Return the settings that a result depends on; caches count only when they are on."""
+    """Return the settings that a result depends on; what leaves work out counts where it is on."""
     settings = dict(vars(job.settings_of(planned)))
-    deepcache, step_cache = settings.pop("deepcache"), settings.pop("step_cache")
-    return {
-        **settings,
-        **({"deepcache": str(deepcache)} if deepcache.is_on else {}),
-        **({"step_cache": str(step_cache)} if step_cache.is_on else {}),
-        **identity,
-    }
+    speed_ups = {name: settings.pop(name) for name in ("deepcache", "step_cache", "guidance_steps")}
+    used = {name: str(options) for name, options in speed_ups.items() if options.is_on}
+    return {**settings, **used, **identity}
