@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.flash_table import flash_kernels, flash_models
+from benchmarks.guidance_table import guidance_rows
 from benchmarks.neo_table import neo_compile_table
 from benchmarks.phases_table import phases_table
 from benchmarks.plain_rows import as_used, beside_unet
@@ -21,7 +22,10 @@ from benchmarks.small_gpu_table import MODELS, WEBUIS, small_gpu_table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCRIPT = ROOT / "benchmarks" / "plain_script.py"
-PAGES = ("README.md", "docs/benchmarks.md", "docs/hosts-neo.md", "docs/small-gpus.md")
+PAGES = (
+    *("README.md", "docs/benchmarks.md", "docs/guidance.md", "docs/hosts-neo.md"),
+    "docs/small-gpus.md",
+)
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
 SIZES = (
     *((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512)),
@@ -142,6 +146,7 @@ def with_tables(text: str, results: Path) -> str:
         "deepcache": lambda: deepcache_table(
             [result("deepcache-sdxl-h200"), result("deepcache-sd15-h200")]
         ),
+        "guidance steps": lambda: _table(*guidance_rows(result("guidance-demo-cpu"))),
         "throughput": lambda: throughput_table(result("throughput-sdxl-h100")),
         "webui": lambda: webui_table(
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import plot, start_up, tables
 from benchmarks.flash_table import flash_kernels, flash_models
+from benchmarks.guidance_table import guidance_rows
 from benchmarks.results import write_result
 
 FINGERPRINT = {"gpu": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
@@ -280,3 +281,18 @@ def test_flash_attentions_tables_have_what_was_measured() -> None:
     ]  # fmt: skip
     _, lines = flash_kernels({"rows": [*kernels, {**kernels[0], "kernel": "geglu"}]})
     assert lines == [[2, 4429, 38, 64, "bfloat16", "965", "774", "0.80"]]
+
+
+def test_guidance_steps_have_times_and_distances() -> None:
+    rows = [
+        {"guidance_steps": "off", "deepcache": "off", "steps_with_guidance": 20, "cpu_s": 8.0},
+        {
+            "guidance_steps": "interval:0-0.5", "deepcache": "light", "steps_with_guidance": 10,
+            "cpu_s": 4.0, "psnr_db_median": 31.26, "psnr_db_min": 22.0,
+        },
+    ]  # fmt: skip
+    figures = {"steps": 20, "concepts": 12, "rows": [{**row, "recognised": 11} for row in rows]}
+    header, lines = guidance_rows(figures)
+    assert all(len(line) == len(header) for line in lines)
+    assert lines[0] == ["off", "off", "20 of 20", "8.0", "1.0", "", "", "11 of 12"]
+    assert lines[1][2:] == ["10 of 20", "4.0", "2.0", "31.3", "22.0", "11 of 12"]

@@ -13,9 +13,11 @@ import torch
 from torch.nn import functional
 from transformers import CLIPTextConfig, CLIPTokenizer
 
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compiled, compiled_state
 from onediff_ext.hosts.diffusers.deepcache import disable_deepcache, enable_deepcache
+from onediff_ext.hosts.diffusers.guidance_steps import guidance_steps_for
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 from tests.support.demo_pictures import (
     CONCEPTS,
@@ -105,6 +107,20 @@ def test_deepcache_stays_recognisable(
         ]
     finally:
         disable_deepcache(pipeline)
+    right = sum(a == b for a, b in zip(found, CONCEPTS, strict=True))
+    assert right >= at_least, list(zip(CONCEPTS, found, strict=True))
+
+
+@pytest.mark.parametrize(("steps", "at_least"), [("interval:0-0.6", 9), ("interval:0-0.4", 9)])
+def test_guidance_in_the_first_steps_stays_recognisable(
+    pipeline: Any, references: tuple[list[str], torch.Tensor], steps: str, at_least: int
+) -> None:
+    prompts = [prompt_of(name) for name in CONCEPTS]
+    with guidance_steps_for(pipeline, GuidanceOptions.parse(steps)) as guided:
+        pictures = draw(pipeline, prompts, steps=20)
+    assert guided is not None
+    assert guided.reason == ""
+    found = [nearest_concept(picture, references) for picture in pictures]
     right = sum(a == b for a, b in zip(found, CONCEPTS, strict=True))
     assert right >= at_least, list(zip(CONCEPTS, found, strict=True))
 
