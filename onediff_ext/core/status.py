@@ -50,6 +50,7 @@ class Status:
         problem: Why builds do not proceed (full disk, a worker that died), or ``""``.
         deepcache: What DeepCache did for the last picture, or why it did nothing; ``""`` when it
             was not requested.
+        guidance: What guidance steps did for the last picture, likewise.
         reasons: Eager reasons, most frequent first.
         blocks_compiled: Blocks of the last picture that ran through their graph.
         blocks_needed: Blocks of the last picture; 0 before the first one.
@@ -93,6 +94,7 @@ class Status:
     pays_off_after: int | None = None
     problem: str = ""
     deepcache: str = ""
+    guidance: str = ""
     reasons: tuple[str, ...] = ()
     blocks_compiled: int = 0
     blocks_needed: int = 0
@@ -113,7 +115,7 @@ class Status:
         """Return one line for people, such as ``"eager, building 7 of 16 (18 s left)"``."""
         if self.running == "off":
             return self._because("off")
-        texts = (self.deepcache, self.substituted, self.problem, *self.notes)
+        texts = (self.deepcache, self.guidance, self.substituted, self.problem, *self.notes)
         more = "".join(f"; {text}" for text in texts if text)
         return f"{self._drawing()}{self._building()}{more}"
 

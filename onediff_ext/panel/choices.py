@@ -9,6 +9,7 @@ from typing import Any
 
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.json_schema import check_names
 from onediff_ext.core.options import CompileOptions, parse_ignores, precision_changes
 from onediff_ext.core.shapes import BatchShape, parse_sizes
@@ -34,6 +35,7 @@ class Choices:
     batch_range: str = ""
     on_failure: str = "as in the settings"
     precision: str = "exact"
+    guidance_steps: str = "off"
     deepcache: str = "off"
 
     @classmethod
@@ -136,6 +138,9 @@ class Choices:
         deepcache = DeepCacheOptions.parse(self.deepcache)
         if deepcache.is_on:
             found["deepcache"] = str(deepcache)
+        guidance_steps = GuidanceOptions.parse(self.guidance_steps)
+        if guidance_steps.is_on:
+            found["guidance_steps"] = str(guidance_steps)
         return found | precision_changes(self.precision, self.ignores)
 
 

@@ -53,7 +53,8 @@ def detail_lines(
         why = _why_eager(status, state, reasons, words)
         # While graphs are built the header has no room for the reason.
         lines = why + lines if state is Headline.BUILDING else lines + why
-    more = [status.problem, status.substituted, status.deepcache, *status.notes]
+    speed_ups = (status.deepcache, status.guidance)
+    more = [status.problem, status.substituted, *speed_ups, *status.notes]
     lines += [words.translated(line) for line in more]
     return list(dict.fromkeys(line for line in lines if line))
 

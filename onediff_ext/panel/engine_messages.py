@@ -1,4 +1,7 @@
-"""Messages of the store, the VAE and DeepCache that reach the panel in English; see `messages`."""
+"""Messages that reach the panel in English; see `messages`.
+
+They are of the store, the VAE, DeepCache and guidance steps.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,25 @@ _DEEPCACHE = (
     "Use a number.",
     "That is too large for a DeepCache interval.",
 )
+# What guidance steps did, and why they cannot be used.
+_GUIDANCE = (
+    "There are no guidance steps {value}.",
+    "{value} says nothing of guidance steps.",
+    "Use off, interval:0-0.6 (shares of a picture's steps) or adaptive:0.991.",
+    "Guidance cannot be computed from {start} to {end} of the steps.",
+    "Choose two numbers from 0 to 1, the smaller first, such as interval:0-0.6.",
+    "Guidance cannot end at a similarity of {n}.",
+    "Choose a number above 0 and up to 1, such as adaptive:0.991.",
+    "Guidance in all steps: {why}",
+    "Guidance left out in {n} of {needed} UNet calls",
+    "the batch is not one prompt and one negative prompt for each picture",
+    "prompt and negative prompt draw different latents",
+    "an extension changes the UNet's blocks, and may tell both prompts apart",
+    "an argument may have other rows: {name}",
+    "the sampler does not say how many steps there are",
+    "the UNet is not among the components",
+    "the batch cannot be split: one picture without guidance, or other arguments",
+)
 # Why another precision is used.
 _PRECISION = (
     "{precision} is for GPUs",
@@ -121,4 +143,4 @@ _VAE = (
     "The VAE overflowed (NaN) in {dtype}, so there is no picture.",
     "Use another VAE (--vae), or another checkpoint.",
 )
-ENGINE_MESSAGES = (*_STORE, *_DEEPCACHE, *_PRECISION, *_GPU, *_VAE)
+ENGINE_MESSAGES = (*_STORE, *_DEEPCACHE, *_GUIDANCE, *_PRECISION, *_GPU, *_VAE)

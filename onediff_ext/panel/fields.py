@@ -5,6 +5,7 @@ from __future__ import annotations
 from onediff_ext.core.deepcache_options import JSON_FORMS as DEEPCACHE_FORMS
 from onediff_ext.core.deepcache_options import LEVELS as DEEPCACHE_LEVELS
 from onediff_ext.core.deepcache_options import DeepCacheOptions
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.options import BACKENDS, PRECISIONS
 from onediff_ext.panel.field import CHECKBOX, CHECKBOXES, COMBO, DROPDOWN, RADIO, TEXT, Field
 from onediff_ext.panel.presets import PRESETS
@@ -21,6 +22,10 @@ ON_FAILURE_CHOICES = ("as in the settings", DRAW_WITHOUT, STOP)
 
 def _deepcache_label(value: object) -> str:
     return DeepCacheOptions.parse(value).label
+
+
+def _guidance_text(value: object) -> str:
+    return str(GuidanceOptions.parse(value))
 
 
 ENABLED = Field(
@@ -131,6 +136,18 @@ FIELDS = (
         PRECISIONS,
         infotext="OneDiff precision",
         decided_by_preset=True,
+    ),
+    Field(
+        "guidance_steps",
+        COMBO,
+        "Guidance steps",
+        "CFG in a part of the steps: the others take half of the work, and pictures change."
+        " Or write an interval of your own, such as interval:0.1-0.7.",
+        "off",
+        ("off", "interval:0-0.8", "interval:0-0.6", "interval:0-0.4", "adaptive:0.991"),
+        infotext="OneDiff guidance steps",
+        decided_by_preset=True,
+        normalize=_guidance_text,
     ),
     Field(
         "deepcache",

@@ -33,7 +33,7 @@ ElementId = Callable[[str], str]
 
 
 # The fold that shows what the preset chose, and the one for rare choices.
-_PRESET_FOLD = ("deepcache", "precision", "components", "vae")
+_PRESET_FOLD = ("deepcache", "guidance_steps", "precision", "components", "vae")
 _ADVANCED_FOLD = ("backend", "captures", "size_box", "batch_range", "on_failure")
 
 

@@ -11,6 +11,7 @@ from gradio.processing_utils import save_file_to_cache
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.core.typed_paths import typed_path
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
@@ -281,6 +282,7 @@ def _settings(choices: Choices, picture: Values, strength: float = 0.6) -> DrawS
         scheduler=picture["sampler"],
         deepcache=DeepCacheOptions.parse(choices.deepcache) if choices.enabled else OFF,
         step_cache=StepCacheOptions.parse(picture["step_cache"] or "off"),
+        guidance_steps=GuidanceOptions.parse(choices.guidance_steps if choices.enabled else "off"),
     )
 
 

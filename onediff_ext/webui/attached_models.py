@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from onediff_ext.core.components import ComponentId, Role
-from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
 from onediff_ext.session.session import Session
 from onediff_ext.webui.attachment import Attachment
 from onediff_ext.webui.deepcache import DeepCacheTally, Evaluation
+from onediff_ext.webui.guidance import GuidanceTally
+from onediff_ext.webui.running_jobs import RunningJob
 
 ComponentModel = tuple[ComponentId, nn.Module]
 """A component and the host's module."""
@@ -84,34 +85,42 @@ class AttachedModels:
         self._drop_suspended(lambda _: True)
 
     def begin_evaluation(
-        self, parameters: Any, options: DeepCacheOptions, tally: DeepCacheTally
+        self, parameters: Any, job: RunningJob, tally: DeepCacheTally, guided: GuidanceTally
     ) -> None:
-        """Let DeepCache decide which of the UNet's next calls are shallow.
+        """Let DeepCache and guidance steps decide about the UNet's next calls.
 
         Args:
             parameters: The argument of the host's ``on_cfg_denoiser`` callback.
-            options: What the user chose for the job.
+            job: With what the user chose.
             tally: Counts what DeepCache does for the job.
+            guided: Counts what guidance steps do for the job.
         """
+        options = job.deepcache
         unet = next((a for a in self.attached if a.component.role is Role.UNET), None)
         if unet is None:
             if options.is_on:
                 tally.reason = "DeepCache needs the UNet among the components"
+            if job.guidance_steps.is_on:
+                guided.reason = "the UNet is not among the components"
             return
         checkpoint = self._host.checkpoint()
+        evaluation = Evaluation.read(parameters)
+        denoiser = getattr(parameters, "denoiser", None)
+        foreign = unet.component.foreign or self._host.split_calls_reason(denoiser)
         unet.deepcache.begin_evaluation(
             options,
-            Evaluation.read(parameters),
+            evaluation,
             self._host.weights(),
             "" if checkpoint is None else checkpoint.name,
             tally,
-            unet.component.foreign
-            or self._host.split_calls_reason(getattr(parameters, "denoiser", None)),
+            foreign,
         )
+        unet.guidance.begin_evaluation(job.guidance_steps, evaluation, guided, foreign)
 
-    def end_deepcache_runs(self) -> None:
-        """End the DeepCache run of each attached model, which frees its features."""
+    def end_runs(self) -> None:
+        """End the run of each attached model: features are freed, guidance steps are over."""
         for attachment in self.attached:
+            attachment.guidance.end_run()
             attachment.deepcache.end_run()
 
     def _use_checkpoint(self, session: Session, wanted: Sequence[ComponentModel]) -> bool:

@@ -14,6 +14,7 @@ from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.session.model_component import Component
 from onediff_ext.session.session import Session
 from onediff_ext.webui.deepcache import WebUIDeepCache
+from onediff_ext.webui.guidance import WebUIGuidance
 
 
 class Attachment:
@@ -29,6 +30,7 @@ class Attachment:
     Attributes:
         component: The model with its block runners and CUDA graphs.
         deepcache: DeepCache around the model, for a UNet whose job wants it.
+        guidance: Guidance steps around that, likewise.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Attachment:
         owner = host.owner(identity, model)
         self._owner = None if owner is None else weakref.ref(owner)
         self.deepcache = WebUIDeepCache(model)
+        self.guidance = WebUIGuidance(model)
 
     @property
     def owner(self) -> object | None:
@@ -78,12 +81,14 @@ class Attachment:
     def suspend(self) -> None:
         """Restore every attribute from before `install`, which may be called again."""
         self._patches.undo()
+        self.guidance.end_run()
         self.deepcache.remove()
         self.component.suspend()
 
     def undo(self) -> None:
         """Restore every attribute for good; the CUDA graphs are dropped too."""
         self._patches.undo()
+        self.guidance.end_run()
         self.deepcache.forget()
         self.component.remove()
 

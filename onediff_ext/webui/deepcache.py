@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
@@ -26,6 +27,7 @@ class Evaluation:
         steps: Steps of the whole schedule, before img2img skips some; None if unknown.
         prompt: Identifies the active texts of prompt and negative prompt. ``[a:b:0.5]`` and
             ``[a|b]`` change them during the run.
+        rows: How many encoded prompts and negative prompts there are; None if unknown.
     """
 
     number: int
@@ -33,6 +35,7 @@ class Evaluation:
     samplers: tuple[str, ...]
     steps: int | None
     prompt: Hashable
+    rows: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, parameters: Any) -> Evaluation:
@@ -52,6 +55,7 @@ class Evaluation:
             samplers=tuple(str(text) for text in (name, schedule) if text),
             steps=steps,
             prompt=tuple(_active_texts(sampler, number)),
+            rows=_rows(parameters),
         )
 
     def refusal_reason(self, checkpoint: str) -> str | None:
@@ -184,6 +188,18 @@ class WebUIDeepCache:
             return
         if not self._cache.is_installed:
             self._cache.install()  # outermost: block runners and CUDA graphs are installed already
+
+
+def _rows(parameters: Any) -> tuple[int, int] | None:
+    """The rows of the encoded prompts and negative prompts: tensors, or mappings of them."""
+    found = []
+    for name in ("text_cond", "text_uncond"):
+        text = getattr(parameters, name, None)
+        tensor = text.get("crossattn") if isinstance(text, dict) else text
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        found.append(tensor.shape[0])
+    return found[0], found[1]
 
 
 def _active_texts(sampler: Any, number: int) -> Iterator[int]:

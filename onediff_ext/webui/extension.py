@@ -13,6 +13,7 @@ import torch
 
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
@@ -121,6 +122,7 @@ class Extension:
             self.compile_options(choices),
             choices.ignores,
             deepcache=DeepCacheOptions.parse(choices.deepcache),
+            guidance_steps=GuidanceOptions.parse(choices.guidance_steps),
         )
         session = self.graphs.session
         self._substitutes = () if session is None else session.substitutes()

@@ -11,6 +11,7 @@ import torch
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.forks import fork_safe_lock
+from onediff_ext.core.guidance_options import ALL_STEPS, GuidanceOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.engine.patches import Patches
@@ -21,6 +22,7 @@ from onediff_ext.session.sessions_by_options import SessionsByOptions
 from onediff_ext.webui.attached_models import AttachedModels, use_checkpoint
 from onediff_ext.webui.deepcache import DeepCacheTally
 from onediff_ext.webui.eager_fallback import EagerFallback
+from onediff_ext.webui.guidance import GuidanceTally
 from onediff_ext.webui.job_close_hook import JobCloseHook
 from onediff_ext.webui.running_jobs import RunningJob, RunningJobs
 
@@ -42,7 +44,7 @@ class GraphsForJobs:
         jobs: The running jobs.
         models: The models with graphs, and those kept for later jobs.
         eager: The reasons why the current job runs eager.
-        deepcache: What DeepCache did for the current job.
+        deepcache, guidance: What DeepCache and guidance steps did for the current job.
         expected: The session of a first picture that has not come yet (`expect`), or None.
     """
 
@@ -52,7 +54,7 @@ class GraphsForJobs:
         self.jobs = RunningJobs()
         self.models = AttachedModels(host, self._lock)
         self.eager = EagerFallback(self.models.detach)
-        self.deepcache = DeepCacheTally()
+        self.deepcache, self.guidance = DeepCacheTally(), GuidanceTally()
         self._sessions = SessionsByOptions(
             lambda options: Session(options, host.families(), host.rules())
         )
@@ -83,6 +85,7 @@ class GraphsForJobs:
         ignores: frozenset[str] = frozenset(),
         *,
         deepcache: DeepCacheOptions = OFF,
+        guidance_steps: GuidanceOptions = ALL_STEPS,
         is_foreground: bool = True,
     ) -> None:
         """Start a job: called from the script's ``process`` hook, before anything is encoded.
@@ -95,16 +98,17 @@ class GraphsForJobs:
             options: What the user chose; None runs this job without graphs.
             ignores: Components that stay eager (`onediff_ext.core.options.parse_ignores`).
             deepcache: How much of the UNet's work is reused between the job's steps.
+            guidance_steps: In which of them guidance is computed.
             is_foreground: Whether a user waits for the picture. Builds give way to it, and no
                 graph changes until it ends.
         """
         with self._lock:
             self._finish_ended(host_job)
-            job = RunningJob(weakref.ref(host_job), options, ignores, deepcache)
+            job = RunningJob(weakref.ref(host_job), options, ignores, deepcache, guidance_steps)
             self.jobs.add(job)
             if is_foreground:
                 self.eager.clear()
-                self.deepcache = DeepCacheTally()
+                self.deepcache, self.guidance = DeepCacheTally(), GuidanceTally()
             else:
                 self.eager.begin_warm_up()
             if not len(self._memory):
@@ -148,17 +152,20 @@ class GraphsForJobs:
                     self._attach(job, sampling=True)
                     if parameters is not None:
                         host_job = getattr(getattr(parameters, "denoiser", None), "p", None)
-                        options = (self.jobs.find(host_job) or job).deepcache
-                        self.models.begin_evaluation(parameters, options, self.deepcache)
+                        drawn = self.jobs.find(host_job) or job
+                        self.models.begin_evaluation(
+                            parameters, drawn, self.deepcache, self.guidance
+                        )
 
     def after_sampling(self, host_job: Any) -> None:
-        """Free DeepCache's features: called from ``post_sample``, after all passes of a batch.
+        """End DeepCache and guidance steps, and free DeepCache's features.
 
-        The VAE decodes next and needs the memory.
+        It is called from ``post_sample``, after all passes of a batch. The VAE decodes next and
+        needs the memory.
         """
         with self._lock:
             if self.jobs.find(host_job) is not None:
-                self.models.end_deepcache_runs()
+                self.models.end_runs()
 
     def end(self, host_job: Any) -> None:
         """End a job: called from ``postprocess``. A second call does nothing.
@@ -166,7 +173,7 @@ class GraphsForJobs:
         Every attribute of the host is restored, unless an outer job still runs.
         """
         with self._lock:
-            self.models.end_deepcache_runs()
+            self.models.end_runs()
             if not self.jobs.has_other_than(host_job):
                 self.models.detach()
                 self._memory.undo()
@@ -213,6 +220,7 @@ class GraphsForJobs:
             running="eager" if reasons else status.running,
             reasons=tuple(dict.fromkeys((*reasons, *status.reasons))),
             deepcache=self.deepcache.line(),
+            guidance=self.guidance.line(),
         )
 
     def begin_without_picture(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onediff_ext.core.deepcache_options import DeepCacheOptions
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.options import CompileOptions
 
 
@@ -21,12 +22,14 @@ class RunningJob:
         options: What the user chose; None runs the job without graphs.
         ignores: Components that stay eager.
         deepcache: How much of the UNet's work is reused between steps.
+        guidance_steps: In which steps guidance is computed.
     """
 
     reference: weakref.ref[Any]
     options: CompileOptions | None
     ignores: frozenset[str]
     deepcache: DeepCacheOptions
+    guidance_steps: GuidanceOptions
     _foreground: AbstractContextManager[None] | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""X/Y/Z axes: enabled, preset, backend, VAE, DeepCache, precision."""
+"""X/Y/Z axes: enabled, preset, backend, VAE, DeepCache, precision, guidance steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from onediff_ext.webui.settings import HOST_FEATURES
 AXIS_ATTRIBUTE = "onediff_axis_values"
 """Attribute of the host's ``p``: field → value that overrides the panel. Copies keep it."""
 
-AXES = ("enabled", "preset", "backend", "vae", "deepcache", "precision")
-_LABELS = {
-    name: f"[OneDiff] {label}"
-    for name, label in zip(
-        AXES, ("Enabled", "Preset", "Backend", "VAE", "DeepCache", "Precision"), strict=True
-    )
+_NAMES = {
+    "enabled": "Enabled",
+    "preset": "Preset",
+    "backend": "Backend",
+    "vae": "VAE",
+    "deepcache": "DeepCache",
+    "precision": "Precision",
+    "guidance_steps": "Guidance steps",
 }
+AXES = tuple(_NAMES)
+_LABELS = {name: f"[OneDiff] {label}" for name, label in _NAMES.items()}
 
 
 def axis_values(p: Any) -> dict[str, Any]:

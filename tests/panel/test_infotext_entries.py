@@ -71,6 +71,7 @@ def test_each_entry_belongs_to_a_field_of_the_table() -> None:
         on_failure="stop",
         precision="fp8",
         deepcache="light",
+        guidance_steps="interval:0-0.6",
     )
     assert set(infotext_entries(everything)) == {f.infotext for f in FIELDS if f.infotext}
 

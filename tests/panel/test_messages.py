@@ -27,6 +27,7 @@ SOURCES = (
     ROOT / "core" / "shapes.py",
     ROOT / "core" / "untrusted_files.py",
     ROOT / "core" / "deepcache_options.py",
+    ROOT / "core" / "guidance_options.py",
     *(ROOT / "store" / f"{name}.py" for name in (*STORE, "graph_file", "write_errors", "locks")),
     *(ROOT / "hosts" / "diffusers" / "vae").glob("*.py"),
     ROOT / "hosts" / "ldm_deepcache_unet.py",

@@ -75,6 +75,21 @@ def test_a_folder_has_it_in_its_job(events: Any, tmp_path: Path) -> None:
         events.standalone_app.loaded().check(job.settings, "img2img")
 
 
+def test_guidance_steps_are_those_of_the_panel_where_it_is_on(events: Any, tmp_path: Path) -> None:
+    own = {
+        "source": str(tmp_path), "target": str(tmp_path / "out"), "strength": 0.5, "size": "own",
+        "recursive": False, "captions": False, "vary_seed": False, "keep_alpha": False,
+    }  # fmt: skip
+    for enabled, text in ((True, "interval:0-0.6"), (False, "off")):
+        choices = Choices(enabled=enabled, preset="Custom", guidance_steps="interval:0-0.6")
+        job = events._folder_job(choices, picture("off"), own)
+        assert str(job.settings.guidance_steps) == text
+        assert ("guidance_steps" in job.identity) == enabled
+    choices = Choices(enabled=True, preset="Custom", guidance_steps="adaptive")
+    with pytest.raises(OptionError, match="FluxPipeline is not known to draw"):
+        events._draw_text(choices, picture("off"), 64, 64, lambda *_: None)
+
+
 def test_a_cache_that_there_is_not_is_refused(events: Any) -> None:
     with pytest.raises(OptionError, match="no step cache 'teacache'"):
         events._draw_text(Choices(enabled=False), picture("teacache"), 64, 64, lambda *_: None)

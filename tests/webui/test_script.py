@@ -229,12 +229,36 @@ def test_deepcache_reaches_the_job_and_its_infotext(
 
 
 @pytest.mark.parametrize(
+    ("argument", "text", "entries"),
+    [
+        (
+            {"guidance_steps": "interval:0-0.60"},
+            "interval:0-0.6",
+            {"OneDiff preset": "Custom", "OneDiff guidance steps": "interval:0-0.6"},
+        ),
+        ({"preset": "Maximum", "guidance_steps": "adaptive"}, "off", {"OneDiff preset": "Maximum"}),
+    ],
+)
+def test_guidance_steps_reach_the_job_and_its_infotext(
+    script: Any, host: Any, argument: Any, text: str, entries: dict[str, str]
+) -> None:
+    p = StandInJob()
+    script.process(p, argument)
+    assert [str(job.guidance_steps) for job in host.extension.graphs.jobs] == [text]
+    assert p.extra_generation_params == {"OneDiff": "on", **entries}
+    script.post_sample(p, None, argument)
+    script.postprocess(p, None, argument)
+
+
+@pytest.mark.parametrize(
     ("arguments", "changes"),
     [
         ((False, "Maximum"), {}),
         ((True, "Maximum"), {"deepcache": "3"}),
         (({"deepcache": "4"},), {"deepcache": "4"}),
         (({"precision": "fp8"},), {"precision": "fp8"}),
+        (({"guidance_steps": "adaptive"},), {"guidance_steps": "adaptive:0.991"}),
+        (({"guidance_steps": "interval:0-1"},), {}),
         ((True, "Turbo"), {}),
     ],
 )

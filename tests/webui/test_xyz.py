@@ -99,6 +99,7 @@ def test_an_axis_turns_onediff_on_unless_the_axis_enabled_says_otherwise() -> No
         ("VAE", "ignore", "ignore all"),
         ("DeepCache", "warp 9", "light"),
         ("Precision", "fp9", '"fp8"'),
+        ("Guidance steps", "0.6", "interval:0-0.6"),
     ],
 )
 def test_a_value_that_cannot_be_used_ends_the_grid_before_its_first_picture(

@@ -38,12 +38,12 @@ class AlikePredictions:
         before = self._ended or [False] * len(found)
         self._ended = [a or b for a, b in zip(before, found, strict=True)]
 
-    def compared(self, output: Any) -> Any:
+    def compared(self, output: Any, is_prompt_first: bool = False) -> Any:
         """Compare both predictions of a call.
 
         Args:
-            output: Of the denoiser; its first tensor is the prediction [2B, C, h, w], the negative
-                prompt's first.
+            output: Of the denoiser; its first tensor is the prediction [2B, C, h, w].
+            is_prompt_first: Whether its first half is the prompt's; else it is the second one.
 
         Returns:
             The output, in which pictures whose guidance has ended have the prompt's prediction in
@@ -51,13 +51,15 @@ class AlikePredictions:
         """
         leaves, form = pytree.tree_flatten(output)
         prediction = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        negative, prompt = prediction.detach().float().flatten(1).chunk(2)
-        self._found = torch.cosine_similarity(negative, prompt) >= self._similarity
+        first, second = prediction.detach().float().flatten(1).chunk(2)
+        self._found = torch.cosine_similarity(first, second) >= self._similarity
         if not any(self._ended):
             return output
         batch = len(self._ended)
-        rows = [row + batch * ended for row, ended in enumerate(self._ended)]
-        rows += range(batch, 2 * batch)
+        prompt, negative = (0, batch) if is_prompt_first else (batch, 0)
+        negatives = [row + (prompt if ended else negative) for row, ended in enumerate(self._ended)]
+        prompts = list(range(prompt, prompt + batch))
+        rows = prompts + negatives if is_prompt_first else negatives + prompts
         return pytree.tree_unflatten([_with_rows(leaf, rows) for leaf in leaves], form)
 
 

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,17 +32,22 @@ logger = logging.getLogger(__name__)
 
 
 class GuidedCall(NamedTuple):
-    """A call whose batch is [negative prompt, prompt].
+    """A call whose batch is [negative prompt, prompt], or [prompt, negative prompt].
 
     Args:
         step: Number of the picture's step, from 0. Samplers such as Heun's call twice in one.
         steps: All steps of the picture.
         device: Of the latents.
+        is_prompt_first: Which of both it is.
+        of_prompt: Keyword arguments that a call of the prompt's half gets in place of the call's
+            own. All others are halved.
     """
 
     step: int
     steps: int
     device: torch.device
+    is_prompt_first: bool = False
+    of_prompt: Mapping[str, Any] = MappingProxyType({})
 
 
 # Tells what a call is, or why it has to run whole. Reads no tensor's values.
@@ -75,22 +81,31 @@ class GuidedForward(StandIn):
         self._halves = CallHalves()
         self._alike = AlikePredictions(options.similarity)
         self._step = -1
+        self._patches = Patches()
         self.counts: Counter[str] = Counter()
         self.reason = ""
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw the picture within the ``with`` block; afterwards the model is as it was before."""
-        patches, pictures = Patches(), _pictures()
-        patches.set(self._model, forward_slot(self._model), self)
-        pictures.append(self)
+        self.begin()
         try:
             yield
         finally:
-            pictures.remove(self)
-            self._halves.forget()
-            for name in patches.undo():
-                logger.warning("another extension has replaced %s since", name)
+            self.end()
+
+    def begin(self) -> None:
+        """Begin the picture, on this thread. It becomes the outermost wrapper of the forward."""
+        self._patches.set(self._model, forward_slot(self._model), self)
+        _pictures().append(self)
+
+    def end(self) -> None:
+        """End the picture: the model is as it was before. A second call does nothing."""
+        if self in _pictures():
+            _pictures().remove(self)
+        self._halves.forget()
+        for name in self._patches.undo():
+            logger.warning("another extension has replaced %s since", name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # A copied model runs its own forward.
@@ -106,10 +121,12 @@ class GuidedForward(StandIn):
             self._step = call.step
             self._alike.begin_step()
         if not self._options.has_guidance(call.step, call.steps) or self._alike.have_all_ended:
-            return self._prompt_alone(call.device, args, kwargs)
+            return self._prompt_alone(call, args, kwargs)
         self.counts["guidance"] += 1
         output = self._inner(*args, **kwargs)
-        return self._alike.compared(output) if self._options.method == "adaptive" else output
+        if self._options.method != "adaptive":
+            return output
+        return self._alike.compared(output, call.is_prompt_first)
 
     @property
     def _is_drawn_here(self) -> bool:
@@ -117,15 +134,14 @@ class GuidedForward(StandIn):
         ours = [each for each in _pictures() if each._model is self._model]
         return bool(ours) and ours[-1] is self
 
-    def _prompt_alone(
-        self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        halves = self._halves.split(args, kwargs, device, device, None)
+    def _prompt_alone(self, call: GuidedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        split = {name: value for name, value in kwargs.items() if name not in call.of_prompt}
+        halves = self._halves.split(args, split, call.device, call.device, None)
         if halves is None:
             return self._whole(NOTHING_TO_SPLIT, args, kwargs)
         self.counts["prompt"] += 1
-        containers, half = ArgumentContainers(args, kwargs), halves[1]
-        output = self._inner(*half.args, **half.kwargs)
+        containers, half = ArgumentContainers(args, split), halves[not call.is_prompt_first]
+        output = self._inner(*half.args, **half.kwargs, **call.of_prompt)
         containers.apply(half.containers.changes() or ())
         return joined(output, output)
 
