@@ -35,8 +35,9 @@ class AlikePredictions:
         if self._found is None:
             return
         found, self._found = self._found.tolist(), None
-        before = self._ended or [False] * len(found)
-        self._ended = [a or b for a, b in zip(before, found, strict=True)]
+        if len(found) != len(self._ended):  # the first step, or other pictures
+            self._ended = [False] * len(found)
+        self._ended = [a or b for a, b in zip(self._ended, found, strict=True)]
 
     def compared(self, output: Any, is_prompt_first: bool = False) -> Any:
         """Compare both predictions of a call.
@@ -53,9 +54,9 @@ class AlikePredictions:
         prediction = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         first, second = prediction.detach().float().flatten(1).chunk(2)
         self._found = torch.cosine_similarity(first, second) >= self._similarity
-        if not any(self._ended):
-            return output
         batch = len(self._ended)
+        if not any(self._ended) or len(prediction) != 2 * batch:
+            return output
         prompt, negative = (0, batch) if is_prompt_first else (batch, 0)
         negatives = [row + (prompt if ended else negative) for row, ended in enumerate(self._ended)]
         prompts = list(range(prompt, prompt + batch))

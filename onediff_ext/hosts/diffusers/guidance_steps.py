@@ -84,7 +84,12 @@ def guidance_steps_for(pipe: Any, options: GuidanceOptions) -> Iterator[GuidedFo
     if not check_guidance_steps(pipe, options).is_on:
         yield None
         return
-    forward = GuidedForward(denoiser_of(pipe), options, _PipelineCalls(pipe))
+    model = denoiser_of(pipe)
+    forward = GuidedForward(model, options, _PipelineCalls(pipe))
+    if compiled_modules(model):  # Dynamo sees no Python code of ours
+        forward.reason = TORCH_COMPILES
+        yield forward
+        return
     with forward.drawing():
         yield forward
 
@@ -105,7 +110,6 @@ class _PipelineCalls:
         self._pipe, self._model = pipe, denoiser_of(pipe)
         self._timesteps: torch.Tensor | None = None  # kept, so that no other one gets its memory
         self._first, self._last = 0, -1
-        self._refusal = TORCH_COMPILES if compiled_modules(self._model) else ""
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GuidedCall | str:
         given = {**dict(zip(_POSITIONS, args, strict=False)), **kwargs}
@@ -114,8 +118,6 @@ class _PipelineCalls:
         if not isinstance(latents, torch.Tensor) or place is None or given.get("skip_layers"):
             return OTHER_CALL
         self._last = place
-        if self._refusal:
-            return self._refusal
         if not self._pipe.do_classifier_free_guidance:
             return NO_GUIDANCE
         if getattr(self._model, "is_cache_enabled", False):

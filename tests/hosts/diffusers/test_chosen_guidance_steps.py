@@ -309,7 +309,8 @@ def test_a_step_cache_runs_whole(pipe: Any) -> None:
     assert (seen.counts, seen.reason) == ({"whole": STEPS}, STEP_CACHE)
 
 
-def test_a_unet_that_the_user_compiles_runs_whole(pipe: Any) -> None:
+@pytest.mark.parametrize("how", ["forward", "call"])
+def test_a_unet_that_the_user_compiles_runs_whole(pipe: Any, how: str) -> None:
     class Compiled:
         """Runs eager, and says that `torch.compile` made it."""
 
@@ -319,10 +320,20 @@ def test_a_unet_that_the_user_compiles_runs_whole(pipe: Any) -> None:
             return type(pipe.unet).forward(pipe.unet, *args, **kwargs)
 
     expected = draw(pipe)
-    pipe.unet.forward = Compiled()
-    found, seen = eager(pipe, HALF)
-    assert torch.equal(found, expected)
+    if how == "forward":
+        pipe.unet.forward = Compiled()
+    else:
+        pipe.unet.compile(backend="eager")
+    installed: list[bool] = []
+
+    def look(_: Any, step: int, __: Any, tensors: Any) -> Any:
+        installed.append(isinstance(vars(pipe.unet).get("forward"), GuidedForward))
+        return tensors
+
+    found, seen = eager(pipe, HALF, callback_on_step_end=look)
+    assert are_alike(found, expected)
     assert "torch.compile" in seen.reason
+    assert not any(installed)
 
 
 def _pag() -> Any:
