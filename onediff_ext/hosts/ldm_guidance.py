@@ -3,6 +3,7 @@
 A1111 puts the rows of the prompts first, and those of the negative prompts last. Prompts with AND
 have several rows for one picture, and NGMS leaves the negative prompts' rows out. Forge, reForge
 and Neo tell the parts of each call in ``transformer_options["cond_or_uncond"]``: 0 is the prompt's.
+With AND and little memory a call may have some of the parts only.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ PATCHED = "an extension changes the UNet's blocks, and may tell both prompts apa
 
 _ORDER = ("x", "timesteps", "context", "y")
 _KNOWN = frozenset({*_ORDER, "control"})
-# What extensions add to a call in Forge, reForge and Neo.
-_PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifiers")
 # Of the options that a host makes for each call: what the prompt's half gets, given its rows.
 _OF_PROMPT: Mapping[str, Callable[[int], list[int]]] = {
     "cond_or_uncond": lambda rows: [0],  # noqa: ARG005
@@ -44,7 +43,7 @@ def read_ldm_call(
         args, kwargs: Of the call.
         step, steps: Of the picture.
         rows: The prompts and the negative prompts of this step, as the host encoded them; None
-            where that is unknown. Only A1111's calls need it.
+            where that is unknown.
 
     Returns:
         The call, or why it has to run whole.
@@ -54,14 +53,14 @@ def read_ldm_call(
     unknown = [name for name, value in given.items() if name not in _KNOWN and _tensors(value)]
     if not isinstance(x, torch.Tensor) or len(args) > len(_ORDER) or unknown:
         return f"an argument may have other rows: {', '.join(unknown) or 'unknown ones'}"
+    if rows is None or rows[0] != rows[1] or x.shape[0] != sum(rows):
+        return OTHER_BATCH
     if options is None:
-        if rows is None or rows[0] != rows[1] or x.shape[0] != sum(rows):
-            return OTHER_BATCH
         return GuidedCall(step, steps, x.device, is_prompt_first=True)
     parts = list(options.get("cond_or_uncond") or ())
-    if sorted(parts) != [0, 1] or x.shape[0] % 2:
+    if sorted(parts) != [0, 1]:
         return OTHER_BATCH
-    if any(options.get(name) for name in _PATCHES):
+    if any(callable(leaf) for leaf in pytree.tree_leaves(options)):
         return PATCHED
     is_prompt_first = parts[0] == 0
     of_prompt = _options_of_prompt(options, x.shape[0], is_prompt_first)

@@ -111,6 +111,7 @@ _GUIDANCE = (
     "an extension changes the UNet's blocks, and may tell both prompts apart",
     "an argument may have other rows: {name}",
     "the sampler does not say how many steps there are",
+    "the UNet is called several times for one prediction",
     "the UNet is not among the components",
     "the batch cannot be split: one picture without guidance, or other arguments",
 )

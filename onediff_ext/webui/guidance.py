@@ -15,6 +15,7 @@ from onediff_ext.hosts.ldm_guidance import OTHER_LATENTS, draws_one_latent, read
 from onediff_ext.webui.deepcache import Evaluation
 
 WITHOUT_STEPS = "the sampler does not say how many steps there are"
+SEVERAL_CALLS = "the UNet is called several times for one prediction"
 
 
 @dataclass
@@ -50,7 +51,7 @@ class WebUIGuidance:
         self._tally: GuidanceTally | None = None
         self._evaluation: Evaluation | None = None
         self._refusal = ""
-        self._is_compared = False
+        self._is_compared, self._is_split, self._calls = False, False, 0
 
     def begin_evaluation(
         self,
@@ -72,11 +73,11 @@ class WebUIGuidance:
         # A refiner's run begins in the middle of the schedule.
         if evaluation.number == 0 or self._tally is None:
             self.end_run()
-            self._tally, self._is_compared = tally, False
+            self._tally, self._is_compared, self._is_split = tally, False, False
             if options.is_on:
                 self._forward = GuidedForward(self._unet, options, self._read)
                 self._forward.begin()
-        self._evaluation, self._refusal = evaluation, foreign or ""
+        self._evaluation, self._refusal, self._calls = evaluation, foreign or "", 0
 
     def end_run(self) -> None:
         """End the run: the UNet is unchanged until the next one. A second call does nothing."""
@@ -91,11 +92,15 @@ class WebUIGuidance:
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GuidedCall | str:
         evaluation = self._evaluation
+        self._calls += 1
+        self._is_split |= self._calls > 1
         if self._refusal or evaluation is None or not evaluation.total:
             return self._refusal or WITHOUT_STEPS
         # Some samplers ask more often than they say.
         step = min(evaluation.number, evaluation.total - 1)
         call = read_ldm_call(args, kwargs, step, evaluation.total, evaluation.rows)
+        if isinstance(call, GuidedCall) and self._is_split:
+            return SEVERAL_CALLS  # others may draw other parts of the prediction
         if isinstance(call, GuidedCall) and not self._is_compared:
             if not draws_one_latent(args, kwargs):
                 return OTHER_LATENTS

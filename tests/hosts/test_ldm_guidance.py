@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onediff_ext.engine.guidance.guided_forward import GuidedCall
-from onediff_ext.hosts.ldm_guidance import OTHER_BATCH, draws_one_latent, read_ldm_call
+from onediff_ext.hosts.ldm_guidance import OTHER_BATCH, PATCHED, draws_one_latent, read_ldm_call
 
 X = torch.zeros(4, 4, 8, 8)
 
@@ -17,7 +17,7 @@ def forge(parts: list[int], **more: Any) -> GuidedCall | str:
     """A call of Forge with two pictures."""
     options = {"cond_or_uncond": parts, **more}
     given = {"timesteps": torch.zeros(4), "context": torch.zeros(4, 77, 8)}
-    return read_ldm_call((X,), {**given, "transformer_options": options}, 3, 12, None)
+    return read_ldm_call((X,), {**given, "transformer_options": options}, 3, 12, (2, 2))
 
 
 @pytest.mark.parametrize(("parts", "rows"), [([0, 1], [0, 1]), ([1, 0], [2, 3])])
@@ -46,6 +46,14 @@ def test_other_parts_run_whole(parts: list[int]) -> None:
     assert forge(parts) == OTHER_BATCH
 
 
+def test_a_call_of_some_of_a_prompts_parts_runs_whole() -> None:
+    """Forge draws the parts of a prompt with AND in several calls where memory is short."""
+    given = {"transformer_options": {"cond_or_uncond": [1, 0]}}
+    assert read_ldm_call((X,), given, 0, 9, (6, 2)) == OTHER_BATCH
+    assert read_ldm_call((X,), given, 0, 9, None) == OTHER_BATCH
+    assert isinstance(read_ldm_call((X,), given, 0, 9, (2, 2)), GuidedCall)
+
+
 @pytest.mark.parametrize(
     ("rows", "is_known"),
     [((2, 2), True), ((1, 1), False), ((3, 1), False), ((4, 4), False), (None, False)],
@@ -55,6 +63,22 @@ def test_the_rows_of_a1111(rows: tuple[int, int] | None, is_known: bool) -> None
     assert isinstance(call, GuidedCall) is is_known
     if isinstance(call, GuidedCall):
         assert call.is_prompt_first
+
+
+@pytest.mark.parametrize(
+    ("added", "is_known"),
+    [
+        ({"patches": {}}, True),
+        ({"wrappers": {"a": []}}, True),
+        ({"wrappers": {"a": [print]}}, False),
+        ({"patches": {"attn2": [print]}}, False),
+        ({"group_norm_wrapper": print}, False),
+    ],
+)
+def test_functions_of_extensions_run_whole(added: dict[str, Any], is_known: bool) -> None:
+    call = forge([0, 1], **added)
+    assert isinstance(call, GuidedCall) is is_known
+    assert is_known or call == PATCHED
 
 
 def test_unknown_tensors_run_whole() -> None:

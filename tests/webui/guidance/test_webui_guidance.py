@@ -27,6 +27,7 @@ class Batch(NamedTuple):
         prompts: Rows for each picture; more than one with AND.
         negatives: Rows for each picture; 0 with NGMS.
         split: Whether prompt and negative prompt are calls of their own.
+        again: Whether an extension calls the UNet once more for the prompt.
         moved: Whether their latents differ, as those of two regions.
         options: More of Forge's ``transformer_options``.
     """
@@ -35,6 +36,7 @@ class Batch(NamedTuple):
     prompts: int = 1
     negatives: int = 1
     split: bool = False
+    again: bool = False
     moved: bool = False
     options: Mapping[str, Any] = MappingProxyType({})
 
@@ -82,7 +84,8 @@ def _guided(
     parts = [(0, texts.prompts)] + [(1, texts.negatives)] * batch.negatives
     parts = parts[::-1] if is_forge else parts
     found: dict[int, torch.Tensor] = {}
-    for group in [[part] for part in parts] if batch.split else [parts]:
+    groups = [[part] for part in parts] if batch.split else [parts]
+    for group in [*groups, *([[(0, texts.prompts)]] if batch.again else [])]:
         latents = [x.repeat_interleave(len(text) // len(x), 0) for _, text in group]
         if batch.moved:
             latents = [latent + number for number, latent in enumerate(latents)]
@@ -176,6 +179,7 @@ WHOLE: dict[str, tuple[Callable[[int], Batch], str]] = {
     "a AND b": (lambda _: Batch(prompts=2), OTHER_BATCH),
     "without a negative prompt": (lambda _: Batch(negatives=0), OTHER_BATCH),
     "split": (lambda _: Batch(split=True), OTHER_BATCH),
+    "called again": (lambda _: Batch(again=True), OTHER_BATCH),
     "regions": (lambda _: Batch(moved=True), OTHER_LATENTS),
 }
 
@@ -183,8 +187,6 @@ WHOLE: dict[str, tuple[Callable[[int], Batch], str]] = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_other_batches_run_whole(host: DeepCacheWebUI, name: str) -> None:
     batches, reason = WHOLE[name]
-    if name == "a AND b" and host.name != "a1111":
-        pytest.skip("these hosts tell each part of a batch")
     expected = draw(host, ALL_STEPS, batches=batches)
     assert torch.equal(draw(host, HALF, batches=batches), expected)
     assert said(host) == f"Guidance in all steps: {reason}"
@@ -207,6 +209,7 @@ def test_ngms_leaves_its_own_steps_out(host: DeepCacheWebUI) -> None:
         ({"patches": {"attn2_patch": [print]}}, PATCHED),
         ({"patches_replace": {"attn1": {"a": print}}}, PATCHED),
         ({"block_modifiers": [print]}, PATCHED),
+        ({"group_norm_wrapper": print}, PATCHED),
         ({"regions": torch.ones(4, 1)}, "an argument may have other rows: regions"),
     ],
 )
