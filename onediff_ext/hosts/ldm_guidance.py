@@ -22,6 +22,9 @@ PATCHED = "an extension changes the UNet's blocks, and may tell both prompts apa
 
 _ORDER = ("x", "timesteps", "context", "y")
 _KNOWN = frozenset({*_ORDER, "control"})
+# Tensors among a call's options: with the rows of its batch, and of the whole picture's steps.
+_OF_ROWS = ("sigmas", "cond_mark")
+_OF_SCHEDULE = ("sample_sigmas", "sampling_sigmas")
 # Of the options that a host makes for each call: what the prompt's half gets, given its rows.
 _OF_PROMPT: Mapping[str, Callable[[int], list[int]]] = {
     "cond_or_uncond": lambda rows: [0],  # noqa: ARG005
@@ -93,9 +96,11 @@ def _options_of_prompt(
             found[name] = _OF_PROMPT[name](half)
         elif name == "uuids":
             found[name] = value[:1] if is_prompt_first else value[1:]
-        elif name in ("sigmas", "cond_mark", "sample_sigmas"):
+        elif name in _OF_ROWS:
             is_whole = isinstance(value, torch.Tensor) and value.shape[:1] == (batch,)
-            found[name] = value[rows] if is_whole and name != "sample_sigmas" else value
+            found[name] = value[rows] if is_whole else value
+        elif name in _OF_SCHEDULE:
+            found[name] = value
         elif _tensors(value):
             return f"an argument may have other rows: {name}"
         else:

@@ -113,23 +113,22 @@ def test_adaptive_ends_where_both_predict_alike(webui: WebUI) -> None:
     assert_different(early, plain)
 
 
-@pytest.mark.parametrize(
-    ("job", "said"),
-    [
-        ({"cfg_scale": 1}, "not one prompt and one negative prompt"),
-        ({"prompt": "a red apple AND a blue car :0.7", "cfg_scale": 2.5}, "not one prompt and one"),
-    ],
-    ids=["CFG 1", "a AND b"],
-)
-def test_other_batches_run_whole_with_a_reason(
-    webui: WebUI, job: dict[str, Any], said: str
-) -> None:
+def plain_and_guided(webui: WebUI, **job: Any) -> tuple[Drawn, Drawn]:
     webui.draw(True, steps=STEPS, **job)
     webui.settle()
     webui.draw(True, steps=STEPS, **job)
     plain = webui.draw(True, steps=STEPS, **job)
-    assert_same(webui.draw(guided(), steps=STEPS, **job), plain)
-    assert said in webui.status()["guidance"]
+    return plain, webui.draw(guided(), steps=STEPS, **job)
+
+
+def test_without_guidance_there_is_nothing_to_leave_out(webui: WebUI) -> None:
+    assert_same(*plain_and_guided(webui, cfg_scale=1))
+
+
+def test_prompts_with_and_run_whole_with_a_reason(webui: WebUI) -> None:
+    job = {"prompt": "a red apple AND a blue car :0.7", "cfg_scale": 2.5}
+    assert_same(*plain_and_guided(webui, **job))
+    assert "not one prompt and one negative prompt" in webui.status()["guidance"]
 
 
 @pytest.mark.usefixtures("unchanged")
@@ -148,7 +147,7 @@ def test_an_exception_leaves_every_attribute(webui: WebUI, forward: int) -> None
 
 def test_infotext_names_it(webui: WebUI) -> None:
     drawn = webui.draw(guided(), steps=STEPS)
-    assert f"OneDiff guidance steps: {PART}" in drawn.infotexts[0].split(", ")
+    assert f'OneDiff guidance steps: "{PART}"' in drawn.infotexts[0].split(", ")
     if webui.host() in ("forge", "neo"):
         pytest.skip("this API fails at fields of its own when it is given any infotext")
     again = webui.draw_plainly("txt2img", {"infotext": drawn.infotexts[0]})
