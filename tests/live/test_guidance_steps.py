@@ -80,6 +80,8 @@ def test_hires_fix_is_another_pass(webui: WebUI) -> None:
         "hr_second_pass_steps": 10,
         "denoising_strength": 0.6,
     }
+    if webui.host() in ("forge", "neo"):
+        job["hr_cfg"] = 7  # a pass of its own has guidance of its own
     alone, calls = compare(webui, **job)
     assert 0.4 <= alone / calls <= 0.6
 
@@ -90,7 +92,7 @@ def test_beside_deepcache(webui: WebUI) -> None:
     plain = webui.draw(cached(), **job)
     both = webui.draw(guided(deepcache="medium"), **job)
     assert_identical(webui.draw(guided(deepcache="medium"), **job), both)
-    assert_different(both, plain)
+    assert difference(both, plain) > 0
     part, calls = shallow(webui)
     assert 0 < part < calls
     alone, of = left_out(webui)
