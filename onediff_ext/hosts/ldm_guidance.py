@@ -63,7 +63,7 @@ def read_ldm_call(
     parts = list(options.get("cond_or_uncond") or ())
     if sorted(parts) != [0, 1]:
         return OTHER_BATCH
-    if any(callable(leaf) for leaf in pytree.tree_leaves(options)):
+    if any(callable(leaf) for leaf in pytree.tree_flatten(options)[0]):
         return PATCHED
     is_prompt_first = parts[0] == 0
     of_prompt = _options_of_prompt(options, x.shape[0], is_prompt_first)
@@ -109,4 +109,4 @@ def _options_of_prompt(
 
 
 def _tensors(value: object) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_flatten(value)[0])

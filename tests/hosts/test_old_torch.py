@@ -144,6 +144,9 @@ for found in pkgutil.walk_packages(onediff_ext.__path__, "onediff_ext."):
             importlib.import_module(found.name)
         except ModuleNotFoundError as exc:
             assert exc.name.split(".")[0] in ("modules", "gradio", "fastapi", "starlette"), exc
+# They need operators of one's own, which torch 2.4 brought.
+kernels = "onediff_ext.backends.inductor.kernels."
+assert not [name for name in sys.modules if name.startswith(kernels)]
 sys.exit(pytest.main(["-q", "-p", "no:randomly", "-k", "own or captured", sys.argv[1]]))
 """
 

@@ -18,7 +18,6 @@ import torch
 
 from onediff_ext.backends.inductor import flash_attention
 from onediff_ext.backends.inductor.aot_library import CPU_CONFIG, build_library, load_library
-from onediff_ext.backends.inductor.kernels.flash_attention import kernels_of as flash_kernels_of
 from onediff_ext.backends.inductor.standalone_artefact import (
     CUDA_CONFIG,
     TUNED_CONFIG,
@@ -50,6 +49,8 @@ _IMPORTED_BY_LOADS = (
     "torch._inductor.compile_fx",
     "torch._inductor.standalone_compile",
 )
+
+_FLASH_OPERATOR = "onediff_ext.backends.inductor.kernels.flash_attention"
 
 # Raise this whenever the kernels in `backends/inductor/kernels` or `code_choices.py` change.
 KERNELS = "11"
@@ -118,11 +119,12 @@ class InductorBackend(Backend):
             with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 if device.type != "cuda":
                     return build_library(program.graph_module, fakes)
+                from onediff_ext.backends.inductor.kernels.flash_attention import kernels_of
                 from onediff_ext.backends.inductor.kernels.rewrite import with_kernels
 
                 graph_module = with_kernels(program.graph_module)
                 artefact = build_artefact(graph_module, fakes, settings)
-                kernels = flash_kernels_of(graph_module)
+                kernels = kernels_of(graph_module)
                 return (
                     flash_attention.with_stored(artefact, kernels, device) if kernels else artefact
                 )
@@ -138,6 +140,7 @@ class InductorBackend(Backend):
             several = torch.cuda.device_count() > 1
             artefact, kernels = flash_attention.without_stored(payload)
             if kernels is not None:
+                importlib.import_module(_FLASH_OPERATOR)  # registers it
                 flash_attention.use_stored(kernels)
             return load_artefact(artefact, (device.index or 0) if several else None)
         except Exception as exc:

@@ -149,4 +149,4 @@ class _PipelineCalls:
 
 def _tensors(value: object) -> bool:
     """Whether there is a tensor in an argument."""
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_flatten(value)[0])

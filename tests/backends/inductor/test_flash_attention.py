@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -359,3 +360,23 @@ def test_the_operator_is_what_it_says(library: FlashAttentionStandIn) -> None:
         (*tensors(), 0.2),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+LOAD = """
+import sys, torch
+from unittest import mock
+from onediff_ext.backends.inductor import backend, flash_attention
+
+assert "onediff_ext.backends.inductor.kernels.flash_attention" not in sys.modules  # torch 2.4
+payload = flash_attention.with_stored(b"graph", [], torch.device("cuda"))
+with mock.patch.object(backend, "load_artefact", lambda artefact, index: artefact):
+    assert backend.InductorBackend().load(payload, torch.device("cuda")) == b"graph"
+assert torch.ops.onediff.flash_attention.default
+"""
+
+
+def test_a_graph_with_its_kernels_brings_the_operator() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
