@@ -11,79 +11,45 @@ each step of these: the lowest of the twelve, the median and the highest.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.fingerprint import fingerprint
+from benchmarks.demo_concepts import DemoConcepts
 from benchmarks.pictures import psnr_db
 from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.hosts.diffusers.deepcache import disable_deepcache, enable_deepcache
 from onediff_ext.hosts.diffusers.guidance_steps import guidance_steps_for
-from tests.support.demo_pictures import (
-    CONCEPTS,
-    draw,
-    load_pipeline,
-    load_references,
-    nearest_concept,
-    prompt_of,
-)
+from tests.support.demo_pictures import draw
 
 GUIDANCE = ("off", "interval:0-0.8", "interval:0-0.6", "interval:0-0.4", "adaptive:0.991")
 DEEPCACHE = ("off", "light", "medium")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--steps", type=int, default=20)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    pipe = load_pipeline()
-    references = load_references()
-    prompts = [prompt_of(name) for name in CONCEPTS]
-    draw(pipe, prompts, steps=2)
+    demo = DemoConcepts("guidance demo", __doc__.splitlines()[0])
+    draw(demo.pipe, demo.prompts, steps=2)
     plain: Any = None
     rows = []
     for deepcache in DEEPCACHE:
         for setting in GUIDANCE:
-            enable_deepcache(pipe, deepcache)
-            start = time.process_time()
-            with guidance_steps_for(pipe, GuidanceOptions.parse(setting)) as guided:
-                pictures = draw(pipe, prompts, steps=arguments.steps)
-            seconds = time.process_time() - start
-            disable_deepcache(pipe)
-            if plain is None:
-                plain = pictures
-            found = [nearest_concept(picture, references) for picture in pictures]
+            enable_deepcache(demo.pipe, deepcache)
+            with guidance_steps_for(demo.pipe, GuidanceOptions.parse(setting)) as guided:
+                pictures, row = demo.draw()
+            disable_deepcache(demo.pipe)
+            plain = pictures if plain is None else plain
             rows.append(
                 {
                     "guidance_steps": setting,
                     "deepcache": deepcache,
-                    "steps_with_guidance": guided.counts["guidance"] if guided else arguments.steps,
-                    "cpu_s": seconds,
-                    "recognised": sum(a == b for a, b in zip(found, CONCEPTS, strict=True)),
+                    "steps_with_guidance": guided.counts["guidance"] if guided else demo.steps,
+                    **row,
                     **_distance(pictures, plain),
                 }
             )
-    figures = {
-        "what": "guidance demo",
-        "steps": arguments.steps,
-        "concepts": len(prompts),
-        "fingerprint": fingerprint(torch.device("cpu")),
-        "similarity": _similarity(pipe, prompts, arguments.steps),
-        "rows": rows,
-    }
-    text = json.dumps(figures, indent=1)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    demo.write(rows, similarity=_similarity(demo.pipe, demo.prompts, demo.steps))
     return 0
 
 
