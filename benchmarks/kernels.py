@@ -19,7 +19,7 @@ from benchmarks.fingerprint import fingerprint
 from benchmarks.models import DTYPES
 from benchmarks.results import check_mergeable, merge, now, read_result, write_result
 from benchmarks.timing import median_and_p95
-from onediff_ext.backends.inductor import flash_attention
+from onediff_ext.backends.inductor import flash_attention, flash_compiler
 
 KEY = ("contender", "kernel", "shape", "dtype")
 
@@ -330,6 +330,11 @@ def _attention_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
         return torch.stack(mixed).view_as(q)
 
     for shape in ATTENTION.get(dtype, ()):
+        kernel = flash_attention.Kernel(dtype, shape[-1])
+        stored = flash_compiler.compiled(kernel, device)
+        if stored is None:
+            continue
+        flash_attention.use_stored({kernel: stored})
         q, k, v = (
             torch.randn(shape, generator=noise, device=device).to(dtype).transpose(1, 2)
             for _ in range(3)

@@ -91,7 +91,7 @@ class InductorBackend(Backend):
         ]
         if not _checksum_of_torch.cache_info().currsize:
             steps.append(_checksum_of_torch)
-        return [*steps, *flash_attention.loading_steps(device)]
+        return steps
 
     def tuning(self, device: torch.device) -> str | None:
         if device.type != "cuda" or not can_be_tuned():
@@ -119,15 +119,13 @@ class InductorBackend(Backend):
             with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 if device.type != "cuda":
                     return build_library(program.graph_module, fakes)
-                from onediff_ext.backends.inductor.kernels.flash_attention import kernels_of
+                from onediff_ext.backends.inductor.kernels.flash_attention import flash_kernels
                 from onediff_ext.backends.inductor.kernels.rewrite import with_kernels
 
                 graph_module = with_kernels(program.graph_module)
                 artefact = build_artefact(graph_module, fakes, settings)
-                kernels = kernels_of(graph_module)
-                return (
-                    flash_attention.with_stored(artefact, kernels, device) if kernels else artefact
-                )
+                kernels = flash_kernels(graph_module)
+                return flash_attention.with_stored(artefact, kernels) if kernels else artefact
         except BackendError:
             raise
         except Exception as exc:  # Inductor raises many unrelated types

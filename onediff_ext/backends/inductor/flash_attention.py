@@ -1,8 +1,9 @@
 """FlashAttention 4 for self-attention in graphs, where a user has installed it (Hopper GPUs).
 
 It is a library of kernels that compiles each of them once for a dtype and a head width, for any
-number of tokens. A worker stores what it has compiled beside the graph, so that a process that
-draws compiles nothing.
+number of tokens. A worker compiles them and stores each beside the graph as a shared library. A
+process that draws loads these in milliseconds; it imports neither FlashAttention nor its compiler,
+which takes seconds.
 
 Source: the package flash-attn-4, https://github.com/Dao-AILab/flash-attention; Shah et al. 2024,
 "FlashAttention-3", arXiv:2407.08608, whose algorithm it has on Hopper.
@@ -10,13 +11,15 @@ Source: the package flash-attn-4, https://github.com/Dao-AILab/flash-attention; 
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import importlib
+import importlib.util
 import logging
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -31,11 +34,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "flash-attn-4"
 INSTALL = f'pip install "{PACKAGE}[cu13]>=4.0.0b36,<4.1"'
-DTYPES = (torch.float16, torch.bfloat16)
-MOST_WIDTH = 256
-# What `import flash_attn.cute` takes most of its second for.
-_IMPORTED = ("cutlass.base_dsl", "cutlass", "flash_attn.cute")
-# An object file of one version may not run with another version of these.
+# A kernel of one version may not run with another version of these.
 _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 # Versions are those of its betas: 4.0.0b36 is the first one that was tried.
@@ -44,17 +43,17 @@ _HOPPER = (9, 0)
 _BOUNDARY_BYTES = 16  # of addresses and strides that the GPU's tensor memory accelerator reads
 _MARK = b"onediff-flash-attention\n"
 _LENGTH_BYTES = 8
-_SAMPLE_TOKENS = 128
-_FILE, _NAME = "kernel.o", "attention"
+NAME = "attention"
+_COMPILER_PACKAGE = "nvidia_cutlass_dsl"
 
-Attention = Callable[..., Any]
+Function = Callable[..., Any]
 
 
 class Kernel(NamedTuple):
     """A kernel is compiled for these.
 
     Args:
-        dtype: Of queries, keys and values; one of `DTYPES`.
+        dtype: Of queries, keys and values.
         width: Channels of a head.
     """
 
@@ -62,35 +61,44 @@ class Kernel(NamedTuple):
     width: int
 
 
+class Argument(Enum):
+    """What a kernel is called with, besides constants."""
+
+    Q, K, V, OUT, SCALE = range(5)
+
+
 class StoredKernel(NamedTuple):
     """A compiled kernel.
 
     Args:
-        key: The library's own key for it, pickled.
-        code: Its object file.
+        library: A shared library.
+        runtime: The library that it needs, below the folder of the compiler's package.
+        arguments: Of its function, in order; all but those of `Argument` are constants.
     """
 
-    key: bytes
-    code: bytes
+    library: bytes
+    runtime: str
+    arguments: tuple[Any, ...]
 
 
-def version(device: torch.device | None = None) -> str | None:
+def version(device: torch.device) -> str | None:
     """Return the version that graphs use on a device, or None when they use PyTorch's attention.
 
     Args:
-        device: A GPU; None for the current one.
+        device: Where graphs run.
     """
     return _installed() if is_for(device) else None
 
 
-def is_for(device: torch.device | None = None) -> bool:
+def is_for(device: torch.device) -> bool:
     """Whether graphs on a device would use the library if it were installed.
 
     Args:
-        device: A GPU; None for the current one.
+        device: Where graphs run.
     """
     return (
         sys.platform.startswith("linux")
+        and device.type == "cuda"
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability(device) == _HOPPER
     )
@@ -100,67 +108,48 @@ def key_entry(device: torch.device) -> str | None:
     """Return what decides a graph's stored kernels, for its key; None as `version`.
 
     Args:
-        device: A GPU.
+        device: Where graphs run.
     """
     if version(device) is None:
         return None
     return ", ".join(f"{name} {_version_of(name)}" for name in (PACKAGE, *_COMPILERS))
 
 
-def loading_steps(device: torch.device) -> list[Callable[[], object]]:
-    """Return the imports of the first call, as `Backend.loading_steps`.
-
-    Args:
-        device: A GPU.
-    """
-    if version(device) is None:
-        return []
-    return [partial(_import, name) for name in _IMPORTED if name not in sys.modules]
-
-
-def is_fit(dtype: torch.dtype, width: int) -> bool:
-    """Whether there are kernels for heads of this width in this dtype."""
-    return dtype in DTYPES and 8 <= width <= MOST_WIDTH and width % 8 == 0
-
-
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(q · kᵀ · scale) · v, by PyTorch if the library does not work.
+    """softmax(q · kᵀ · scale) · v, by PyTorch where the kernel is missing or fails.
 
     Args:
-        q: [B, H, T, D], for which `is_fit`.
+        q: [B, H, T, D].
         k, v: [B, H, S, D].
         scale: Factor of the products, above zero.
 
     Returns:
         [B, H, T, D], in memory as [B, T, H, D].
     """
-    function = _library.function
+    kernel = Kernel(q.dtype, q.shape[-1])
+    function = _loaded.get(kernel)
     if function is not None:
         try:
-            return _mixed(function, q, k, v, scale).transpose(1, 2)
+            return function(q, k, v, scale)
         except OutOfMemoryError:
             raise
         except Exception:
-            _library.leave("failed")
+            _loaded[kernel] = None
+            logger.warning(
+                "FlashAttention failed; PyTorch's attention is used instead", exc_info=True
+            )
     out = scaled_dot_product_attention(q, k, v, scale=scale)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def with_stored(artefact: bytes, kernels: Iterable[Kernel], device: torch.device) -> bytes:
-    """Return an artefact's bytes together with the kernels that its graph calls.
-
-    Args:
-        artefact: Of the graph.
-        kernels: Compiled here if they are not yet.
-        device: The GPU for which they are.
-    """
-    made = {kernel: _compiled(kernel, device) for kernel in kernels}
-    text = pickle.dumps({kernel: found for kernel, found in made.items() if found is not None})
+def with_stored(artefact: bytes, kernels: Mapping[Kernel, StoredKernel]) -> bytes:
+    """Return an artefact's bytes together with the kernels that its graph calls."""
+    text = pickle.dumps(dict(kernels))
     return _MARK + len(text).to_bytes(_LENGTH_BYTES, "big") + text + artefact
 
 
 def without_stored(payload: bytes) -> tuple[bytes, Mapping[Kernel, StoredKernel] | None]:
-    """Return what `with_stored` was given and what it added; None for bytes without its mark."""
+    """Return what `with_stored` was given; None for the kernels of bytes without its mark."""
     if not payload.startswith(_MARK):
         return payload, None
     start = len(_MARK) + _LENGTH_BYTES
@@ -168,55 +157,26 @@ def without_stored(payload: bytes) -> tuple[bytes, Mapping[Kernel, StoredKernel]
     return payload[end:], pickle.loads(payload[start:end])
 
 
-def use_stored(stored: Mapping[Kernel, StoredKernel]) -> None:
-    """Have the library use stored kernels. What it cannot use it compiles at its first call.
+def use_stored(kernels: Mapping[Kernel, StoredKernel]) -> None:
+    """Load stored kernels, once in a process. Those that cannot be loaded are done without.
 
     Args:
-        stored: From `without_stored`.
+        kernels: From `without_stored`.
     """
-    for kernel in stored.keys() - _library.kernels:
-        if _library.function is None:
-            return
-        try:
-            key = pickle.loads(stored[kernel].key)
-            compiled = _forward().compile_cache
-            if key not in compiled:
-                compiled[key] = _loaded(stored[kernel].code)
-            _library.kernels.add(kernel)
-        except Exception:
-            logger.warning("A stored kernel of FlashAttention cannot be used", exc_info=True)
+    for kernel, stored in kernels.items():
+        if kernel not in _loaded:
+            try:
+                _loaded[kernel] = partial(_mixed, _function_of(stored), stored.arguments)
+            except Exception:
+                _loaded[kernel] = None
+                logger.warning(
+                    "A kernel of FlashAttention cannot be loaded; PyTorch's attention is used",
+                    exc_info=True,
+                )
 
 
-class _Library:
-    """The library in this process. After a failure it is left alone.
-
-    Attributes:
-        kernels: Those that were loaded from a store.
-    """
-
-    def __init__(self) -> None:
-        self.kernels: set[Kernel] = set()
-        self._is_left = False
-
-    @property
-    def function(self) -> Attention | None:
-        """Computes attention of [B, T, H, D]; None where the library does not work."""
-        if self._is_left:
-            return None
-        try:
-            function: Attention = importlib.import_module("flash_attn.cute").flash_attn_func
-        except Exception:  # its imports load a compiler
-            self.leave("cannot be imported")
-            return None
-        return function
-
-    def leave(self, what: str) -> None:
-        """Use PyTorch's attention from now on; called where an exception is handled."""
-        self._is_left = True
-        logger.warning("FlashAttention %s; PyTorch's attention is used", what, exc_info=True)
-
-
-_library = _Library()
+# In this process; None for what does not work.
+_loaded: dict[Kernel, Callable[..., torch.Tensor] | None] = {}
 
 
 @cache
@@ -241,25 +201,23 @@ def _numbers(text: str) -> tuple[int, ...]:
     return (*numbers, int(beta) if beta.isdigit() else 10**6)
 
 
-def _import(name: str) -> None:
-    with contextlib.suppress(Exception):  # the first call says why
-        importlib.import_module(name)
-
-
-def _forward() -> Any:
-    """The library's forward, which has its compiled kernels by the keys of the library."""
-    return importlib.import_module("flash_attn.cute.interface")._flash_attn_fwd
-
-
 def _mixed(
-    function: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    function: Function,
+    arguments: tuple[Any, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    # [B, H, T, D] → [B, T, H, D]
-    rows = [_readable(tensor.transpose(1, 2)) for tensor in (q, k, v)]
-    with torch.no_grad(), torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        found = function(*rows, softmax_scale=scale)
-    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
-    return out
+    """Call a kernel. All tensors are [B, H, T, D]."""
+    q, k, v = (_readable(tensor.transpose(1, 2)) for tensor in (q, k, v))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    given = {
+        Argument.Q: q, Argument.K: k, Argument.V: v, Argument.OUT: out, Argument.SCALE: scale,
+    }  # fmt: skip
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        function(*(given[a] if isinstance(a, Argument) else a for a in arguments))
+    return out.transpose(1, 2)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,38 +230,24 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-@cache
-def _compiled(kernel: Kernel, device: torch.device) -> StoredKernel | None:
-    """Compile a kernel; None if the library does not work, or gives no object file."""
-    function = _library.function
-    if function is None:
-        return None
-    try:
-        forward = _forward()
-        others = forward.compile_cache
-        forward.compile_cache = type(others)()
-        try:
-            shape = (1, 1, _SAMPLE_TOKENS, kernel.width)
-            sample = torch.zeros(shape, dtype=kernel.dtype, device=device)
-            _mixed(function, sample, sample, sample, 1.0)
-            ((key, made),) = forward.compile_cache.cache.items()
-        finally:
-            forward.compile_cache = others
-        others[key] = made
-        with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
-            path = Path(folder) / _FILE
-            made.export_to_c(object_file_path=str(path), function_name=_NAME)
-            return StoredKernel(pickle.dumps(key), path.read_bytes())
-    except OutOfMemoryError:
-        raise
-    except Exception:
-        logger.warning("A kernel of FlashAttention cannot be stored", exc_info=True)
-        return None
+def compiler_folder() -> Path:
+    """Return the folder of the package whose library kernels need.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    spec = importlib.util.find_spec(_COMPILER_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"{_COMPILER_PACKAGE} is not installed.")
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _loaded(code: bytes) -> Any:
-    runtime = importlib.import_module("cutlass.cute.runtime")
+def _function_of(stored: StoredKernel) -> Function:
+    tvm_ffi = importlib.import_module("tvm_ffi")
+    # Its symbols are for libraries that are loaded later.
+    ctypes.CDLL(str(compiler_folder() / stored.runtime), mode=ctypes.RTLD_GLOBAL)
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
-        path = Path(folder) / _FILE
-        path.write_bytes(code)
-        return getattr(runtime.load_module(str(path), enable_tvm_ffi=True), _NAME)
+        path = Path(folder) / "kernel.so"
+        path.write_bytes(stored.library)
+        function: Function = tvm_ffi.load_module(str(path))[NAME]
+    return function

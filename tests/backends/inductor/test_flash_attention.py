@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import logging
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from onediff_ext.backends.inductor import flash_attention
+from onediff_ext.backends.inductor import flash_attention, flash_compiler
 from onediff_ext.backends.inductor.backend import InductorBackend
-from onediff_ext.backends.inductor.flash_attention import Kernel
-from onediff_ext.backends.inductor.kernels.flash_attention import kernels_of
+from onediff_ext.backends.inductor.flash_attention import Kernel, StoredKernel
+from onediff_ext.backends.inductor.kernels.flash_attention import flash_kernels
 from onediff_ext.backends.inductor.kernels.rewrite_attention import rewrite_attention
 from tests.support.flash_attention_stand_in import FlashAttentionStandIn
 
@@ -34,14 +34,16 @@ def _another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> FlashAttentionStandIn:
-    stand_in = FlashAttentionStandIn()
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FlashAttentionStandIn:
+    stand_in = FlashAttentionStandIn(tmp_path / "packages")
     stand_in.install(monkeypatch)
+    monkeypatch.setattr(flash_compiler, "_linked", lambda object_file: object_file)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path, mode: stand_in.opened.append(path))
     return stand_in
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Pretend that a version is installed, on a GPU of a compute capability."""
 
     def install(
@@ -58,14 +60,32 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
     monkeypatch.setattr(sys, "platform", "linux")
+    # Graphs of these tests are for a CPU.
+    monkeypatch.setattr(flash_compiler, "version", lambda device: flash_attention.version(CUDA))
     yield install
     flash_attention._version_of.cache_clear()
 
 
 def start_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what this process knows of the library."""
-    monkeypatch.setattr(flash_attention, "_library", flash_attention._Library())
-    flash_attention._compiled.cache_clear()
+    """Forget what this process has loaded and compiled."""
+    monkeypatch.setattr(flash_attention, "_loaded", {})
+    flash_compiler.compiled.cache_clear()
+
+
+def stored() -> StoredKernel:
+    """The kernel of a head with 64 channels, as a worker stores it."""
+    made = flash_compiler.compiled(HALF, CPU)
+    assert made is not None
+    return made
+
+
+def load() -> None:
+    """Load it, as a process that draws does."""
+    flash_attention.use_stored({HALF: stored()})
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("it does not work here")
 
 
 def tensors(*, tokens: int = 40, width: int = 64) -> list[torch.Tensor]:
@@ -132,43 +152,6 @@ def test_another_compiler_is_another_graph(installed: Callable[..., None]) -> No
     assert backend.key_entries(CUDA) != first
 
 
-def test_its_imports_are_done_ahead(
-    library: FlashAttentionStandIn,
-    installed: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    backend = InductorBackend()
-    installed(None)
-    before = len(backend.loading_steps(CUDA))
-    installed("4.0.0b36")
-    assert len(backend.loading_steps(CUDA)) == before
-    monkeypatch.delitem(sys.modules, "flash_attn.cute")
-    *_, last = backend.loading_steps(CUDA)
-    assert len(backend.loading_steps(CUDA)) == before + 1
-    last()  # nothing is there to import: the first call says so
-
-
-def test_an_import_that_fails_is_left_to_the_first_call(
-    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(name: str) -> None:
-        raise OSError(f"{name}: a library cannot be opened")
-
-    installed("4.0.0b36")
-    monkeypatch.setattr(importlib, "import_module", fail)
-    steps = flash_attention.loading_steps(CUDA)
-    assert len(steps) == 3
-    for step in steps:
-        step()
-
-
-def test_attention_is_computed_by_the_library(library: FlashAttentionStandIn) -> None:
-    q, k, v = tensors()
-    assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
-    ((rows, _, _),) = library.calls
-    assert rows.data_ptr() == q.data_ptr()  # nothing is copied
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -183,6 +166,7 @@ def test_attention_is_computed_by_the_library(library: FlashAttentionStandIn) ->
 def test_what_the_gpu_cannot_read_in_blocks_is_copied(
     library: FlashAttentionStandIn, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
+    load()
     q, k, v = (change(tensor[:1]) for tensor in tensors())
     assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
     for rows in library.calls[0]:
@@ -192,61 +176,104 @@ def test_what_the_gpu_cannot_read_in_blocks_is_copied(
         assert rows.data_ptr() % 16 == 0
 
 
-def test_a_stored_kernel_is_not_compiled_again(
+def test_attention_is_computed_by_the_kernel(library: FlashAttentionStandIn) -> None:
+    load()
+    q, k, v = tensors()
+    assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
+    ((rows, _, _),) = library.calls
+    assert rows.data_ptr() == q.data_ptr()  # nothing is copied
+    assert library.opened == [str(library.runtime)]
+
+
+def test_a_process_that_draws_imports_no_compiler(
     library: FlashAttentionStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    payload = flash_attention.with_stored(b"graph", [HALF], CPU)
-    assert library.compiled == [("torch.float16", 64)]
-    flash_attention.with_stored(b"another", [HALF], CPU)
-    flash_attention.attend(*tensors(), 0.2)
+    payload = flash_attention.with_stored(b"graph", {HALF: stored()})
+    assert stored() is stored()  # compiled once
     assert library.compiled == [("torch.float16", 64)]
 
     start_process(monkeypatch)
-    library.compile_cache.cache.clear()
-    artefact, stored = flash_attention.without_stored(payload)
+    for name in ("flash_attn.cute", "flash_attn.cute.interface", "cutlass.cute.runtime"):
+        monkeypatch.setitem(sys.modules, name, None)  # an ImportError
+    artefact, kernels = flash_attention.without_stored(payload)
     assert artefact == b"graph"
-    flash_attention.use_stored(stored)
-    flash_attention.use_stored(stored)
+    assert kernels is not None
+    flash_attention.use_stored(kernels)
+    flash_attention.use_stored(kernels)
     assert library.loaded == ["attention ('torch.float16', 64)"]
-    assert library.compile_cache.cache == {("torch.float16", 64): "loaded"}
-    flash_attention.attend(*tensors(), 0.2)
-    assert len(library.compiled) == 1
-
-
-def test_a_kernel_in_use_stays(library: FlashAttentionStandIn) -> None:
-    _, stored = flash_attention.without_stored(flash_attention.with_stored(b"", [HALF], CPU))
-    before = dict(library.compile_cache.cache)
-    flash_attention.use_stored(stored)
-    assert library.compile_cache.cache == before
-    assert library.loaded == []
+    q, k, v = tensors()
+    assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
+    assert len(library.calls) == 1
 
 
 def test_bytes_without_kernels_are_left_alone() -> None:
     assert flash_attention.without_stored(b"graph") == (b"graph", None)
 
 
-def test_a_library_that_cannot_be_imported_is_done_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_librarys_own_kernels_stay(library: FlashAttentionStandIn) -> None:
+    before = library.compile_cache
+    before.cache["a key"] = "a kernel"
+    stored()
+    assert library.compile_cache is before
+    assert before.cache == {"a key": "a kernel"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(lambda lib, patch: patch.setitem(sys.modules, "flash_attn.cute", None),
+                     id="no import"),
+        pytest.param(lambda lib, patch: patch.setattr(lib, "attend", fail), id="it fails"),
+        pytest.param(lambda lib, patch: patch.setattr(lib, "order", (0, 1, 2)), id="no output"),
+        pytest.param(lambda lib, patch: patch.setattr(flash_compiler, "_linked", fail),
+                     id="no linker"),
+    ],
+)  # fmt: skip
+def test_graphs_do_without_what_cannot_be_compiled(
+    library: FlashAttentionStandIn,
+    installed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[FlashAttentionStandIn, pytest.MonkeyPatch], None],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)  # an ImportError
+    installed("4.0.0b36")
+    fault(library, monkeypatch)
+    library.install(monkeypatch, keep=True)
+    with caplog.at_level(logging.WARNING):
+        graph = rewritten(Block(), *tensors())
+    assert flash_kernels(graph) == {}
+    assert not any("onediff" in str(node.target) for node in graph.graph.nodes)
+    assert [r.message for r in caplog.records] == [f"FlashAttention cannot be used for {HALF}"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_kernel_that_cannot_be_loaded_is_done_without(
+    library: FlashAttentionStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_there: bool,
+) -> None:
+    kernels = {HALF: stored()}
+    if is_there:
+        monkeypatch.setattr(library, "load_module", fail)
+        library.install(monkeypatch)
+    else:
+        monkeypatch.setattr(flash_attention, "_COMPILER_PACKAGE", "no_such_package")
     q, k, v = tensors()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
+            flash_attention.use_stored(kernels)
             assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
-        artefact, stored = flash_attention.without_stored(
-            flash_attention.with_stored(b"graph", [HALF], CPU)
-        )
-        flash_attention.use_stored({HALF: flash_attention.StoredKernel(b"", b"")})
-    assert (artefact, stored) == (b"graph", {})
     assert [r.message for r in caplog.records] == [
-        "FlashAttention cannot be imported; PyTorch's attention is used"
+        "A kernel of FlashAttention cannot be loaded; PyTorch's attention is used"
     ]
 
 
-def test_a_library_that_fails_is_left_alone(
+def test_a_kernel_that_fails_is_left_alone(
     library: FlashAttentionStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library.failure = AssertionError("no such kernel")
+    load()
+    library.failure = RuntimeError("no such device")
     q, k, v = tensors()
     with caplog.at_level(logging.WARNING):
         assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
@@ -254,11 +281,12 @@ def test_a_library_that_fails_is_left_alone(
         assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
     assert library.calls == []
     assert [r.message for r in caplog.records] == [
-        "FlashAttention failed; PyTorch's attention is used"
+        "FlashAttention failed; PyTorch's attention is used instead"
     ]
 
 
 def test_memory_that_is_short_is_no_failure(library: FlashAttentionStandIn) -> None:
+    load()
     library.failure = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError):
         flash_attention.attend(*tensors(), 0.2)
@@ -267,22 +295,13 @@ def test_memory_that_is_short_is_no_failure(library: FlashAttentionStandIn) -> N
     assert len(library.calls) == 1
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        pytest.param(flash_attention.StoredKernel(b"no pickle", b""), id="no key"),
-        pytest.param(
-            flash_attention.StoredKernel(pickle.dumps(("torch.float16", 64)), b""), id="no code"
-        ),
-    ],
-)
-def test_a_stored_kernel_that_cannot_be_used_is_compiled(
-    library: FlashAttentionStandIn, stored: Any
-) -> None:
-    flash_attention.use_stored({HALF: stored})
-    q, k, v = tensors()
-    assert_attention(flash_attention.attend(q, k, v, 0.2), q, k, v)
-    assert library.compiled == [("torch.float16", 64)]
+def test_an_object_file_is_linked(tmp_path: Path) -> None:
+    source, made = tmp_path / "kernel.c", tmp_path / "kernel.o"
+    source.write_text("int answer(void) { return 42; }", encoding="utf-8")
+    subprocess.run(["g++", "-x", "c", "-fPIC", "-c", str(source), "-o", str(made)], check=True)
+    library = tmp_path / "kernel.so"
+    library.write_bytes(flash_compiler._linked(made.read_bytes()))
+    assert ctypes.CDLL(str(library)).answer() == 42
 
 
 class Block(nn.Module):
@@ -314,7 +333,8 @@ def test_self_attention_becomes_one_operator(
 ) -> None:
     installed("4.0.0b36")
     graph = rewritten(Block(scale=0.2), *tensors())
-    assert kernels_of(graph) == {HALF}
+    load()
+    assert set(flash_kernels(graph)) == {HALF}
     q, k, v = tensors(tokens=56)
     (found,) = graph(q, k, v)
     assert len(library.calls) == 1
@@ -326,7 +346,10 @@ def test_the_scale_is_that_of_the_width(
 ) -> None:
     installed("4.0.0b36")
     q, k, v = tensors()
-    (found,) = rewritten(Block(), q, k, v)(q, k, v)
+    graph = rewritten(Block(), q, k, v)
+    load()
+    (found,) = graph(q, k, v)
+    assert len(library.calls) == 1
     torch.testing.assert_close(found, Block()(q, k, v), atol=2e-3, rtol=1e-2)
 
 
@@ -346,15 +369,16 @@ def test_other_attention_stays(
 ) -> None:
     installed("4.0.0b36")
     q, k, v = (tensor if change is None else change(tensor) for tensor in tensors())
-    assert kernels_of(rewritten(Block(**given), q, k, v)) == set()
+    assert flash_kernels(rewritten(Block(**given), q, k, v)) == {}
 
 
 def test_without_the_library_attention_stays(installed: Callable[..., None]) -> None:
     installed(None)
-    assert kernels_of(rewritten(Block(), *tensors())) == set()
+    assert flash_kernels(rewritten(Block(), *tensors())) == {}
 
 
 def test_the_operator_is_what_it_says(library: FlashAttentionStandIn) -> None:
+    load()
     torch.library.opcheck(
         torch.ops.onediff.flash_attention.default,
         (*tensors(), 0.2),
@@ -368,7 +392,7 @@ from unittest import mock
 from onediff_ext.backends.inductor import backend, flash_attention
 
 assert "onediff_ext.backends.inductor.kernels.flash_attention" not in sys.modules  # torch 2.4
-payload = flash_attention.with_stored(b"graph", [], torch.device("cuda"))
+payload = flash_attention.with_stored(b"graph", {})
 with mock.patch.object(backend, "load_artefact", lambda artefact, index: artefact):
     assert backend.InductorBackend().load(payload, torch.device("cuda")) == b"graph"
 assert torch.ops.onediff.flash_attention.default

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.library import custom_op
 
-from onediff_ext.backends.inductor.flash_attention import Kernel, attend
+from onediff_ext.backends.inductor.flash_attention import Kernel, StoredKernel, attend
+from onediff_ext.backends.inductor.flash_compiler import compiled
 
 
 @custom_op("onediff::flash_attention", mutates_args=())
@@ -33,11 +34,14 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.
     return q.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
-def kernels_of(graph_module: Any) -> set[Kernel]:
-    """Return what a rewritten graph needs kernels for."""
-    found = set()
+def flash_kernels(graph_module: Any) -> dict[Kernel, StoredKernel]:
+    """Return the kernels that a rewritten graph calls."""
+    found = {}
     for node in graph_module.graph.nodes:
         if node.target is torch.ops.onediff.flash_attention.default:
             form = node.args[0].meta["val"]
-            found.add(Kernel(form.dtype, int(form.shape[-1])))
+            kernel = Kernel(form.dtype, int(form.shape[-1]))
+            stored = compiled(kernel, form.device)
+            if stored is not None:
+                found[kernel] = stored
     return found

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from onediff_ext.backends.inductor import flash_attention
+from onediff_ext.backends.inductor.flash_compiler import has_flash_attention
 from onediff_ext.backends.inductor.kernels.fx_nodes import arguments_of, replace
 
 
@@ -27,7 +27,7 @@ def rewrite_attention(node: Any) -> None:
     if scale <= 0:
         return
     if str(forms[0].shape[2]) == str(forms[1].shape[2]):
-        if flash_attention.version() is not None and flash_attention.is_fit(forms[0].dtype, width):
+        if has_flash_attention(forms[0].dtype, width, forms[0].device):
             replace(node, torch.ops.onediff.flash_attention.default, (query, key, value, scale))
         return
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
