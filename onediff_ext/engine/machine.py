@@ -34,7 +34,7 @@ def machine_entries(device_type: str, device_index: int) -> dict[str, str]:
         entries["cuda"] = torch.version.cuda or torch.version.hip or "unknown"
         entries["triton"] = _triton_version()
     else:
-        entries["device"] = f"cpu {torch.backends.cpu.get_cpu_capability()} {_cpu_flags_digest()}"
+        entries["device"] = f"cpu {torch.backends.cpu.get_cpu_capability()} {cpu_flags_digest()}"
     return entries
 
 
@@ -100,8 +100,12 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
-def _cpu_flags_digest() -> str:
-    """Return a digest of the CPU's instruction sets; graphs are built for exactly these."""
+@functools.cache
+def cpu_flags_digest() -> str:
+    """Return a digest of the CPU's instruction sets, 8 hexadecimal digits.
+
+    Code for a CPU is built for exactly these.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     described = platform.processor()
     if cpuinfo.exists():

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from onediff_ext.backends.inductor.aot_library import library_path
+from onediff_ext.engine.machine import cpu_flags_digest
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -71,12 +73,14 @@ class StoredKernel(NamedTuple):
     """A compiled kernel.
 
     Args:
-        library: A shared library.
+        code: A shared library, or an object file, which only the compiler's package loads.
+        is_linked: Whether it is a shared library.
         runtime: The library that it needs, below the folder of the compiler's package.
         arguments: Of its function, in order; all but those of `Argument` are constants.
     """
 
-    library: bytes
+    code: bytes
+    is_linked: bool
     runtime: str
     arguments: tuple[Any, ...]
 
@@ -107,12 +111,16 @@ def is_for(device: torch.device) -> bool:
 def key_entry(device: torch.device) -> str | None:
     """Return what decides a graph's stored kernels, for its key; None as `version`.
 
+    The compiler writes a kernel's host code for the CPU that it runs on; another one may lack its
+    instructions.
+
     Args:
         device: Where graphs run.
     """
     if version(device) is None:
         return None
-    return ", ".join(f"{name} {_version_of(name)}" for name in (PACKAGE, *_COMPILERS))
+    versions = [f"{name} {_version_of(name)}" for name in (PACKAGE, *_COMPILERS)]
+    return ", ".join([*versions, f"cpu {cpu_flags_digest()}"])
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -243,11 +251,18 @@ def compiler_folder() -> Path:
 
 
 def _function_of(stored: StoredKernel) -> Function:
-    tvm_ffi = importlib.import_module("tvm_ffi")
-    # Its symbols are for libraries that are loaded later.
-    ctypes.CDLL(str(compiler_folder() / stored.runtime), mode=ctypes.RTLD_GLOBAL)
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
-        path = Path(folder) / "kernel.so"
-        path.write_bytes(stored.library)
-        function: Function = tvm_ffi.load_module(str(path))[NAME]
+        if not stored.is_linked:
+            path = Path(folder) / "kernel.o"
+            path.write_bytes(stored.code)
+            runtime = importlib.import_module("cutlass.cute.runtime")
+            function: Function = getattr(runtime.load_module(str(path), enable_tvm_ffi=True), NAME)
+            return function
+        tvm_ffi = importlib.import_module("tvm_ffi")
+        # Its symbols are for libraries that are loaded later.
+        ctypes.CDLL(str(compiler_folder() / stored.runtime), mode=ctypes.RTLD_GLOBAL)
+        path = Path(folder) / "kernel.so"  # tvm-ffi knows libraries by this ending
+        with library_path(stored.code) as library:
+            path.symlink_to(library)
+            function = tvm_ffi.load_module(str(path))[NAME]
     return function

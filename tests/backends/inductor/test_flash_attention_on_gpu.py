@@ -22,6 +22,7 @@ DRAW = """
 import sys
 from pathlib import Path
 import torch
+from onediff_ext.backends.inductor import flash_attention
 from onediff_ext.backends.inductor.backend import InductorBackend
 
 folder, device = Path(sys.argv[1]), torch.device("cuda")
@@ -37,6 +38,8 @@ with torch.cuda.stream(stream), torch.no_grad():
     recording.replay()
 stream.synchronize()
 assert torch.equal(called, replayed)
+assert flash_attention._loaded
+assert None not in flash_attention._loaded.values()  # no kernel has failed
 assert not {"flash_attn.cute", "cutlass"} & sys.modules.keys()
 torch.save(called.cpu(), folder / "output.pt")
 """
@@ -80,6 +83,24 @@ def test_it_computes_attention(dtype: torch.dtype, width: int, tokens: int) -> N
     assert flash_attention._loaded[kernel] is not None  # it has not failed
 
 
+def test_a_kernel_that_is_not_linked_computes_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "_loaded", {})
+    monkeypatch.setattr(flash_compiler, "_linked", lambda object_file: None)
+    kernel = flash_attention.Kernel(torch.float16, 64)
+    stored = flash_compiler.compiled.__wrapped__(kernel, torch.device("cuda"))
+    assert stored is not None
+    assert not stored.is_linked
+    flash_attention.use_stored({kernel: stored})
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 3, 333, 64, device="cuda", generator=generator).half() for _ in range(3)
+    )
+    found = flash_attention.attend(q, k, v, 0.125)
+    expected = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert (found.double() - expected).norm() <= 1e-3 * expected.norm()
+    assert flash_attention._loaded[kernel] is not None  # it has not failed
+
+
 def test_a_stored_graph_compiles_no_kernel(tmp_path: Path) -> None:
     device = torch.device("cuda")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -91,6 +112,7 @@ def test_a_stored_graph_compiles_no_kernel(tmp_path: Path) -> None:
     _, kernels = flash_attention.without_stored(payload)
     assert kernels is not None
     assert set(kernels) == {flash_attention.Kernel(torch.float16, 64)}
+    assert all(stored.is_linked for stored in kernels.values())
     (tmp_path / "graph.bin").write_bytes(payload)
     x = torch.randn(3, 1234, 256, generator=torch.Generator().manual_seed(1)).half()
     torch.save([x, weight.cpu()], tmp_path / "arguments.pt")
