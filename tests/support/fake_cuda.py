@@ -77,9 +77,12 @@ class FakeCuda:
         pools: By handle, the graphs of a memory pool that are alive. Once they are all gone, torch
             records into this pool no more.
         streams: The current stream of each device.
+        free_bytes: Memory that no process uses.
+        kept_bytes: Memory that torch keeps though no tensor uses it.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free_bytes, self.kept_bytes = 2**30, 0
         self.current = torch.device("cuda:0")
         self.recording: FakeGraph | None = None
         self.graphs: list[FakeGraph] = []
@@ -99,9 +102,11 @@ class FakeCuda:
             "stream": lambda stream: _OnStream(self, stream),
             "current_stream": self.stream_of,
             "graph_pool_handle": object,
-            "memory_reserved": lambda _: 0,
+            "mem_get_info": lambda _: (self.free_bytes, 2 * self.free_bytes),
+            "memory_reserved": lambda _: self.kept_bytes,
+            "memory_allocated": lambda _: 0,
             "synchronize": lambda: None,
-            "empty_cache": lambda: None,
+            "empty_cache": self._empty_cache,
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -122,6 +127,9 @@ class FakeCuda:
             yield
         finally:
             self.current = before
+
+    def _empty_cache(self) -> None:
+        self.free_bytes, self.kept_bytes = self.free_bytes + self.kept_bytes, 0
 
     def wait(self) -> None:
         """Wait for the GPU, which ends a recording."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.backend_port import Graph
@@ -124,13 +125,29 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
     ) -> _Made:
         """Call what reads its arguments and its own memory, and note only these."""
         self._note_read(arguments)
-        self._is_noted = True
-        try:
+        with self._paused():
             made = function(arguments)
-        finally:
-            self._is_noted = False
         self._note_made(made)
         return made
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """See no operators within the ``with`` block.
+
+        Each one that is seen costs a call of Python, and a graph runs ten of them or more.
+        """
+        if _get_current_dispatch_mode() is not self:  # another one is within this one
+            self._is_noted = True
+            try:
+                yield
+            finally:
+                self._is_noted = False
+            return
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__enter__()  # type: ignore[no-untyped-call]
 
     def _reads_streamed(self, *given: Any) -> bool:
         return bool(self._streamed) and not self._streamed.isdisjoint(

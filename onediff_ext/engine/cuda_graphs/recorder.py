@@ -15,6 +15,9 @@ from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.stopwatch import Stop, stopwatch
 from onediff_ext.engine.torch_versions import OutOfMemoryError, end_recording_to_pool
 
+# With so many times the memory that the allocator keeps unused, a recording finds enough.
+_ROOMY = 2
+
 
 class Recording(ABC):
     """The recorded work of one call.
@@ -115,8 +118,7 @@ class CudaRecorder(Recorder):
     ) -> Recording:
         with torch.cuda.device(device):
             pool = torch.cuda.graph_pool_handle() if lasting else self._shared_pool(device)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # there can be no more room than that while it is recorded
+            _make_room(device)
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             try:
@@ -170,6 +172,20 @@ class CudaRecorder(Recorder):
         if self._recordings:
             gc.collect()  # half a second in a large process
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+
+
+def _make_room(device: torch.device) -> None:
+    """Give unused memory back to the GPU before a recording, unless there is more than it needs.
+
+    While a graph is recorded, memory that the allocator keeps for others cannot be used. The
+    function has just run, so its activations fit into what the allocator keeps. Giving that back
+    waits until the GPU has ended all work, and the next forward in Python has to ask for it again.
+    """
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free_bytes < _ROOMY * kept_bytes:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

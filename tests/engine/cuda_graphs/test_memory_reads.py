@@ -127,3 +127,31 @@ def test_an_error_that_somebody_catches_ends_the_recording(cause: str) -> None:
     recorder: Any = SimpleNamespace(record=lambda function, *_: function())
     with pytest.raises(expected), Full():  # type: ignore[no-untyped-call]
         record_and_observe(recorder, forward, MemoryReads(GPU, places))
+
+
+class _OfAHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Does nothing, within the recording's own mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, _OfAHost])
+def test_a_graphs_own_operators_are_not_observed_and_the_next_ones_are(around: Any) -> None:
+    weight, within, later = torch.ones(2), torch.ones(2), torch.ones(2)
+
+    def graph(arguments: Any) -> list[torch.Tensor]:
+        return [arguments[0] + within]
+
+    def failing(arguments: Any) -> list[torch.Tensor]:
+        raise RuntimeError("a graph failed")
+
+    reads = MemoryReads(torch.device("cpu"))
+    with reads, around():
+        [found] = reads.call(graph, [weight])
+        with pytest.raises(RuntimeError, match="a graph failed"):
+            reads.call(failing, [weight])
+        found + later
+    assert set(reads.storages) == {
+        tensor.untyped_storage().data_ptr() for tensor in (weight, later)
+    }

@@ -71,3 +71,12 @@ def test_garbage_is_collected_only_where_a_recording_is_held(
     del held
     recorder.release_memory()
     assert collected == [True]
+
+
+@pytest.mark.parametrize(("free_bytes", "is_emptied"), [(2**30, True), (4 * 2**30, False)])
+def test_unused_memory_is_given_back_only_where_a_recording_may_need_it(
+    cuda: FakeCuda, free_bytes: int, is_emptied: bool
+) -> None:
+    cuda.free_bytes, cuda.kept_bytes = free_bytes, 2**30
+    CudaRecorder().record(lambda: cuda.launch(DEVICES[0]), DEVICES[0])
+    assert (cuda.kept_bytes == 0) == is_emptied
