@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="sdxl, or the file of a checkpoint")
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--height-px", type=int, default=1024, help="of the pictures of --gpus")
     parser.add_argument("--batch-size", type=int, default=1, help="pictures of one size at once")
     parser.add_argument("--rows", default="several-empty,several-filled,one-filled,one-empty")
     parser.add_argument("--limit-s", type=float, default=560, help="for all rows together")
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.rows.split(","),
             arguments.limit_s,
             arguments.work,
+            arguments.height_px,
         )
         print(json.dumps(measure(job, arguments.json), indent=1))
         return 0

@@ -28,8 +28,7 @@ from onediff_ext.core.demo_files import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ("several-empty", "several-filled", "one-filled", "one-empty", "cfg-parallel")
-_SIDES_PX = (768, 1280)  # of SDXL's pictures; the demo model's are as `make_pictures` makes them
-_SAME = ("what", "model", "pictures", "sizes", "steps", "strength", "batch_size")
+_SAME = ("what", "model", "pictures", "sizes", "height_px", "steps", "strength", "batch_size")
 _CFG_STEPS = 50
 
 
@@ -42,6 +41,8 @@ class SpeedJob:
             or None for the demo's.
         gpus: Workers; on a machine without a GPU these are processes.
         pictures, sizes: Of the folder.
+        height_px: Of its pictures. They are 0.75 to 1.25 times as wide. Those of the demo's
+            checkpoint are as `make_pictures` makes them.
         steps: Of each picture; the strength is 1.
         batch_size: Most pictures of one size at once.
         rows: Of `ROWS`.
@@ -58,6 +59,7 @@ class SpeedJob:
     rows: Sequence[str] = ROWS[:4]
     limit_s: float = 560.0
     work: Path | None = None
+    height_px: int = 1024
 
 
 def measure(job: SpeedJob, json_path: Path | None = None) -> dict[str, Any]:
@@ -78,6 +80,7 @@ def measure(job: SpeedJob, json_path: Path | None = None) -> dict[str, Any]:
         "gpus": job.gpus,
         "pictures": job.pictures,
         "sizes": job.sizes,
+        "height_px": job.height_px,
         "steps": job.steps,
         "strength": 1,
         "batch_size": job.batch_size,
@@ -126,7 +129,7 @@ class _Runs:
         work.mkdir(parents=True, exist_ok=True)
         self._checkpoint = self._make_checkpoint()
         if not (work / "in").exists():
-            _make_inputs(work / "in", job.pictures, job.sizes, is_large=job.model is not None)
+            _make_inputs(work / "in", job)
         self._told("inputs and model are there")
 
     def row(self, name: str) -> dict[str, Any]:
@@ -259,17 +262,18 @@ def save(model: str, path: str, device: str) -> None:
     save_ldm(make_pipeline(model, torch.device(device), torch.float16), path)
 
 
-def _make_inputs(folder: Path, pictures: int, sizes: int, *, is_large: bool) -> None:
-    if not is_large:
-        make_pictures(folder, pictures, sizes)
+def _make_inputs(folder: Path, job: SpeedJob) -> None:
+    if job.model is None:
+        make_pictures(folder, job.pictures, job.sizes)
         return
     from PIL import Image
 
     folder.mkdir()
-    least, most = _SIDES_PX
-    for number in range(pictures):
-        width_px = least + (most - least) * (number % sizes) // max(1, sizes - 1) // 8 * 8
-        picture = Image.effect_noise((width_px, 1024), 60).convert("RGB")
+    least, most = 3 * job.height_px // 4, 5 * job.height_px // 4
+    for number in range(job.pictures):
+        wider = (most - least) * (number % job.sizes) // max(1, job.sizes - 1)
+        width_px = (least + wider) // 8 * 8
+        picture = Image.effect_noise((width_px, job.height_px), 60).convert("RGB")
         picture.save(folder / f"{number:05d}.png", compress_level=1)
 
 
