@@ -73,10 +73,13 @@ class CompilerFiles:
         kept: The folder that processes share.
         headers: Inductor's folder of precompiled headers in this process.
         cache: Inductor's cache folder in this process, with the probes.
+
+    Attributes:
+        kept: As given.
     """
 
     def __init__(self, kept: Path, headers: Path, cache: Path) -> None:
-        self._kept, self._headers, self._cache = kept, headers, cache
+        self.kept, self._headers, self._cache = kept, headers, cache
         self._older = {path.name for path in self._own_files()}  # maybe partial
         self._shared: set[str] = set()  # names that this process has taken or kept
 
@@ -87,8 +90,8 @@ class CompilerFiles:
             OSError: The folder cannot be made.
             Timeout: On entering, another process holds it for a minute.
         """
-        self._kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return FileLock(self._kept / "lock", timeout=_WAIT_S)
+        self.kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return FileLock(self.kept / "lock", timeout=_WAIT_S)
 
     def take(self) -> bool:
         """Put the kept files in their places; damaged ones are deleted.
@@ -98,8 +101,8 @@ class CompilerFiles:
         """
         if not self._shared:
             try:
-                found = list(self._kept.iterdir())
-                os.utime(self._kept)
+                found = list(self.kept.iterdir())
+                os.utime(self.kept)
             except OSError:
                 return False
             for path in found:
@@ -120,19 +123,19 @@ class CompilerFiles:
         if not new:
             return
         try:
-            self._kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.kept.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in new:
                 self._shared.add(path.name)
-                part = self._kept / f"{secrets.token_hex(8)}.part"
+                part = self.kept / f"{secrets.token_hex(8)}.part"
                 try:
                     shutil.copyfile(path, part)
                     part.chmod(0o600)
-                    part.replace(self._kept / f"{path.name}.{_sha256(part)}")
+                    part.replace(self.kept / f"{path.name}.{_sha256(part)}")
                 finally:
                     part.unlink(missing_ok=True)
             self._prune()
         except OSError as exc:
-            logger.debug("The compiler's files are not kept in %s: %s", self._kept, exc)
+            logger.debug("The compiler's files are not kept in %s: %s", self.kept, exc)
 
     def _place(self, name: str) -> Path:
         """Where Inductor looks for a file."""
@@ -151,12 +154,12 @@ class CompilerFiles:
 
     def _prune(self) -> None:
         """Delete the oldest files and machines, and what killed processes left."""
-        for path in self._kept.glob("*.part"):
+        for path in self.kept.glob("*.part"):
             if time.time() - path.stat().st_mtime > _PART_AGE_S:
                 path.unlink(missing_ok=True)
-        for old in _by_age(self._kept.glob("*.*"))[:-_KEPT_FILES]:
+        for old in _by_age(self.kept.glob("*.*"))[:-_KEPT_FILES]:
             old.unlink(missing_ok=True)
-        for old in _by_age(self._kept.parent.iterdir())[:-_KEPT_MACHINES]:
+        for old in _by_age(self.kept.parent.iterdir())[:-_KEPT_MACHINES]:
             shutil.rmtree(old, ignore_errors=True)
 
 

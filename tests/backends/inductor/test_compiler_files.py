@@ -246,13 +246,14 @@ def test_workers_build_with_kept_headers_also_with_a_truncated_one(tmp_path, mon
 
     if not hasattr(codecache, "_HEADER_DIR"):
         pytest.skip(f"torch {torch.__version__} precompiles no headers")
-    shared = Path(os.environ[COMPILER_FILES_VARIABLE])
     worker, program = WorkerProcess("inductor", tmp_path), program_of_a_block()
     try:
         worker.build(program, "cpu", 600)  # after it the tests' own folder has everything
     finally:
         worker.close()
-    machine = max(shared.glob("*/*.h.gch.*"), key=lambda path: path.stat().st_mtime).parent
+    files = compiler_files._files_of_this_process()
+    assert files is not None
+    machine = files.kept
     monkeypatch.setenv(COMPILER_FILES_VARIABLE, str(tmp_path / "kept"))
     copy = shutil.copytree(machine, tmp_path / "kept" / machine.name)
     # Workers that began at the same time keep one more of a header; one of each is enough here.
