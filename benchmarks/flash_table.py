@@ -7,8 +7,15 @@ from typing import Any
 Figures = dict[str, Any]
 Table = tuple[list[str], list[list[Any]]]
 
-SIZES = ((512, 512), (960, 720), (1024, 1024), (1536, 1024))
-MODELS = {"flux": "Flux.1-dev", "sd35-medium": "SD3.5-medium", "sd35-large": "SD3.5-large"}
+SIZES = ((512, 512), (720, 720), (960, 720), (1024, 1024), (1536, 1024))
+MODELS = {
+    "flux": "Flux.1-dev",
+    "sd35-medium": "SD3.5-medium",
+    "sd35-large": "SD3.5-large",
+    "z-image": "Z-Image",
+    "sdxl": "SDXL",
+    "sd1": "SD1.5",
+}
 PRECISIONS = {"ours-exact": "exact", "ours-fp8": "fp8"}
 LIBRARY = "flash-attn-4"
 
@@ -17,7 +24,7 @@ def flash_models(figures: list[Figures]) -> Table:
     """Milliseconds of forwards: a line for each model and precision, a column for each size.
 
     Args:
-        figures: Result files of `benchmarks.dit`.
+        figures: Result files of `benchmarks.dit` or `benchmarks.unet`.
 
     Returns:
         Header and lines.

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cfg_table import SIZES as CFG_SIZES
+from benchmarks.cfg_table import cfg_parallel
 from benchmarks.flash_table import flash_kernels, flash_models
 from benchmarks.guidance_table import guidance_rows
 from benchmarks.neo_table import neo_compile_table
@@ -23,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCRIPT = ROOT / "benchmarks" / "plain_script.py"
 PAGES = (
-    *("README.md", "docs/benchmarks.md", "docs/guidance.md", "docs/hosts-neo.md"),
-    "docs/small-gpus.md",
+    *("README.md", "docs/benchmarks.md", "docs/cluster.md", "docs/guidance.md"),
+    *("docs/hosts-neo.md", "docs/small-gpus.md"),
 )
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
 SIZES = (
@@ -35,7 +37,8 @@ TRANSFORMER_SIZES = (
     *((512, 512), (768, 768), (720, 960), (960, 720), (1280, 768), (832, 1216), (1024, 1024)),
     (1536, 1024),
 )
-FLASH_MODELS = ("flux", "sd35-medium", "sd35-large")
+FLASH_MODELS = ("flux", "sd35-medium", "sd35-large", "z-image")
+FLASH_UNETS = ("sdxl", "sd1")
 TRANSFORMERS = ("flux", "sd35-medium", "sd35-large", "z-image", "qwen-image")
 COLUMNS = {
     "eager": "eager",
@@ -131,6 +134,12 @@ def with_tables(text: str, results: Path) -> str:
         **{f"dit {model}": partial(dit_table, model) for model in TRANSFORMERS},
         "flash models": lambda: _table(
             *flash_models([result(f"dit-{model}-flash-h200") for model in FLASH_MODELS])
+        ),
+        "flash unets": lambda: _table(
+            *flash_models([result(f"unet-{model}-flash-h200") for model in FLASH_UNETS])
+        ),
+        "cfg parallel": lambda: _table(
+            *cfg_parallel([result(f"cfg-parallel-sdxl-{size}-h200x2") for size in CFG_SIZES])
         ),
         "flash kernels": lambda: _table(*flash_kernels(result("kernels-attention-h200"))),
         "vae": lambda: vae_table(result("vae-sdxl-h200")),
