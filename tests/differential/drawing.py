@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from onediff_ext.core.guidance_options import GuidanceOptions
+from onediff_ext.hosts.diffusers.guidance_steps import guidance_steps_for
 from tests.support.models import unet_inputs
 from tests.support.transformer_models import LATENT_CHANNELS
 
@@ -46,6 +48,12 @@ def _options(world: World) -> dict[str, Any]:
 def _pipe(world: World, pipe: Any) -> torch.Tensor:
     picture = world.picture
     return pipe(height=picture.height, width=picture.width, **_options(world)).images
+
+
+def _guided_in_some_steps(world: World, pipe: Any) -> torch.Tensor:
+    """With guidance in the first half of the steps, so the batch is halved within the picture."""
+    with guidance_steps_for(pipe, GuidanceOptions.parse("interval:0-0.5")):
+        return _pipe(world, pipe)
 
 
 def _from_pipe(world: World, pipe: Any) -> torch.Tensor:
@@ -248,7 +256,8 @@ def ways(world: World) -> list[str]:
     if world.is_unet:
         return sorted(WAYS.keys() - _OF_TRANSFORMERS)
     has_image_to_image = world.model in ("sd3", "flux")
-    return sorted({"pipe", *_OF_TRANSFORMERS, *(("from_pipe",) if has_image_to_image else ())})
+    more = [("from_pipe", has_image_to_image), ("guided_in_some_steps", world.model == "sd3")]
+    return sorted({"pipe", *_OF_TRANSFORMERS, *(name for name, can in more if can)})
 
 
 # More arguments of pipelines, and of their calls.
@@ -270,6 +279,7 @@ _OF_TRANSFORMERS = {"transformer", "transformer_prompt_written"}
 WAYS = {
     "pipe": _pipe,
     "from_pipe": _from_pipe,
+    "guided_in_some_steps": _guided_in_some_steps,
     "transformer": _transformer,
     "transformer_prompt_written": _transformer_prompt_written,
     "unet": _unet,

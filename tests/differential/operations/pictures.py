@@ -102,6 +102,14 @@ def two_streams(world: World, random: Random) -> None:
     world.picture.way = "two_streams"
 
 
+@operation(lambda w: "guided_in_some_steps" in ways(w), then=("again",))
+def guided_in_some_steps(world: World, random: Random) -> None:
+    """Guidance in the first half of the steps."""
+    world.picture.way = "guided_in_some_steps"
+    world.picture.steps = max(2, world.picture.steps)
+    world.picture.guidance = 3.0
+
+
 @operation(weight=2)
 def by_the_pipeline(world: World, random: Random) -> None:
     world.picture.way = "pipe"
