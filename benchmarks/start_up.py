@@ -71,9 +71,11 @@ def main() -> int:
                 store = Path(folder) / f"{role}-{repeat}" if is_empty else arguments.store
                 run = _run(role, arguments, store=store, only_first=True)
                 firsts[role].append(run["rows"][0])
+        figures = summary(found, firsts, arguments.model, arguments.steps)
+        if arguments.json is not None:
+            write_result(arguments.json, figures)  # the rest takes another minute
         _run(WARM_UP, arguments)  # builds the VAE's encoder, which no picture needed
-        warm_up = _run(WARM_UP, arguments)["warm_up"]
-    figures = summary(found, firsts, warm_up, arguments.model, arguments.steps)
+        figures |= warm_up_figures(_run(WARM_UP, arguments)["warm_up"])
     hidden = ("rows", "contenders", "fingerprint", "warm_up")
     shown = {key: value for key, value in figures.items() if key not in hidden}
     print(json.dumps(shown, indent=1))
@@ -215,10 +217,23 @@ class Pipe:
         synchronize(device)
 
 
+def warm_up_figures(warm_up: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a warm-up for the JSON file.
+
+    Args:
+        warm_up: Its report.
+    """
+    return {
+        "warm_up_s": warm_up["seconds"],
+        "warm_up_sizes": len(warm_up["sizes"]),
+        "warm_up_built": warm_up["built"],
+        "warm_up": warm_up,
+    }
+
+
 def summary(
     found: dict[str, Any],
     firsts: dict[str, list[dict[str, Any]]],
-    warm_up: dict[str, Any],
     model: str,
     steps: int,
 ) -> dict[str, Any]:
@@ -227,7 +242,6 @@ def summary(
     Args:
         found: "eager", "cold" and "warm" → result of `_draw`.
         firsts: For each of them, the first pictures of several processes.
-        warm_up: The report of a warm-up.
         model: Name of the model.
         steps: UNet steps of a picture.
     """
@@ -281,10 +295,6 @@ def summary(
         ),
         "new_size_costs_s": max(new_sizes(warm)),
         "new_size_costs_eager_s": max(new_sizes(eager)),
-        "warm_up_s": warm_up["seconds"],
-        "warm_up_sizes": len(warm_up["sizes"]),
-        "warm_up_built": warm_up["built"],
-        "warm_up": warm_up,
         "first_pictures": {
             contenders[role]: [
                 {key: row[key] for key in ("seconds", "since_start_s")} for row in rows

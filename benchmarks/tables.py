@@ -157,6 +157,7 @@ def with_tables(text: str, results: Path) -> str:
         ),
         "guidance steps": lambda: _table(*guidance_rows(result("guidance-demo-cpu"))),
         "throughput": lambda: throughput_table(result("throughput-sdxl-h100")),
+        "throughput h200": lambda: throughput_table(result("throughput-sdxl-h200")),
         "webui": lambda: webui_table(
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),

@@ -186,7 +186,9 @@ def test_start_up_has_rows_and_a_table() -> None:
     firsts = {role: [one["rows"][0]] for role, one in found.items()}
     firsts["cold"] += [{"seconds": s, "since_start_s": 10.0} for s in (3.0, 1.2)]
     warm_up = {"seconds": 10.5, "sizes": [{}] * 12, "built": 0}
-    figures = start_up.summary(found, firsts, warm_up, "sdxl", 20)
+    figures = start_up.summary(found, firsts, "sdxl", 20)
+    assert "warm-up" not in tables.start_up_table(figures)  # a run that ended before it
+    figures |= start_up.warm_up_figures(warm_up)
     assert len(figures["rows"]) == 60
     assert figures["new_size_costs_s"] == figures["new_size_costs_eager_s"] == 0
     assert len(figures["first_pictures"]["ours-empty-store"]) == 3
@@ -205,7 +207,7 @@ def test_start_up_has_lines_of_plain_calls() -> None:
     found = {role: process(s, 9.0) for role, s in (("eager", 1), ("cold", 2), ("warm", 1))}
     found["plain"] = process(3.0, 9.0)
     firsts = {role: [one["rows"][0]] for role, one in found.items()}
-    figures = start_up.summary(found, firsts, {"seconds": 1, "sizes": [], "built": 0}, "sdxl", 20)
+    figures = start_up.summary(found, firsts, "sdxl", 20)
     assert figures["plain"] == {
         "first_picture_s": 3.0, "longest_ratio": 3.0, "all_kinds_ready_s": 3.0,
     }  # fmt: skip
