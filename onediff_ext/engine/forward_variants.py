@@ -8,10 +8,14 @@ recorded as CUDA graphs, so it is kept by model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from torch import nn
+
+
+def _nothing() -> None:
+    return None
 
 
 class ForwardVariant(NamedTuple):
@@ -20,26 +24,30 @@ class ForwardVariant(NamedTuple):
     Args:
         variant: Distinguishes it from the model's other ways.
         keeps: What a CUDA graph of it has to keep alive.
+        note_replay: Called after a CUDA graph was replayed in place of the forward's Python code.
     """
 
     variant: Hashable
     keeps: object
+    note_replay: Callable[[], None] = _nothing
 
 
-_now: weakref.WeakKeyDictionary[nn.Module, ForwardVariant] = weakref.WeakKeyDictionary()
+_now: weakref.WeakKeyDictionary[nn.Module, dict[str, ForwardVariant]] = weakref.WeakKeyDictionary()
 
 
-def set_variant(model: nn.Module, variant: ForwardVariant | None) -> None:
+def set_variant(model: nn.Module, variant: ForwardVariant | None, by: str = "") -> None:
     """Tell how a model's forward is computed from now on.
 
     Args:
         model: Whose forward it is.
         variant: None for the model as it is.
+        by: Names the wrapper. What several of them tell holds together.
     """
+    told = _now.setdefault(model, {})
     if variant is None:
-        _now.pop(model, None)
+        told.pop(by, None)
     else:
-        _now[model] = variant
+        told[by] = variant
 
 
 def variant_of(model: nn.Module) -> ForwardVariant | None:
@@ -48,4 +56,16 @@ def variant_of(model: nn.Module) -> ForwardVariant | None:
     Args:
         model: Whose forward it is.
     """
-    return _now.get(model)
+    told = sorted(_now.get(model, {}).items(), key=lambda item: item[0])
+    if len(told) < 2:
+        return told[0][1] if told else None
+
+    def note_replay() -> None:
+        for _, each in told:
+            each.note_replay()
+
+    return ForwardVariant(
+        tuple((by, each.variant) for by, each in told),
+        tuple(each.keeps for _, each in told),
+        note_replay,
+    )

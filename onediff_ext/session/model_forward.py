@@ -128,10 +128,15 @@ class ModelForward(StandIn):
         captured = self.captured
         if captured is None:
             return self._forward(*args, **kwargs)
-        captured.variant, captured.keeps = variant_of(captured.model) or (None, None)
+        told = variant_of(captured.model)
+        if told is not None:
+            captured.variant, captured.keeps = told.variant, told.keeps
         try:
-            if self.prompt_work is None:
-                return captured(*args, **kwargs)
+            if told is not None or self.prompt_work is None:
+                output = captured(*args, **kwargs)
+                if told is not None and captured.replayed:
+                    told.note_replay()
+                return output
             run = partial(_run, captured)
             return self.prompt_work(run, captured.unrecorded, self.eager, args, kwargs)
         finally:
