@@ -74,7 +74,8 @@ def add_draw_arguments(
         metavar="STEPS",
         help="compute CFG in a part of the steps only: the others take half of the work, and"
         " pictures differ. interval:0-0.6 for the first 60 %% of the steps, adaptive:0.991 until"
-        " prompt and negative prompt predict alike (default: off, which is all steps)",
+        " prompt and negative prompt predict alike, gate:0.4 for 40 %% with cross-attention frozen"
+        " afterwards (default: off, which is all steps)",
     )
     if with_strength:
         group.add_argument(

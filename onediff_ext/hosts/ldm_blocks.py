@@ -102,8 +102,9 @@ class LdmTransformers(TransformerBlocks, LdmBlocks):
         self, block: Any, x: torch.Tensor, context: torch.Tensor | None, statics: Statics
     ) -> torch.Tensor:
         for attention in (block.attn1, block.attn2):
-            if attention is not None:
-                attention.forward.keywords["upcast"] = statics["upcast"]
+            forward = getattr(attention, "forward", None)
+            if isinstance(forward, partial) and forward.func is _attend:
+                forward.keywords["upcast"] = statics["upcast"]
         return self.forward(block, x, context)
 
 

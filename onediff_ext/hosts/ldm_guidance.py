@@ -8,7 +8,7 @@ With AND and little memory a call may have some of the parts only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ def read_ldm_call(
     step: int,
     steps: int,
     rows: tuple[int, int] | None,
+    prompt: Hashable = None,
 ) -> GuidedCall | str:
     """Read one call of a UNet, without reading the values of tensors.
 
@@ -47,6 +48,7 @@ def read_ldm_call(
         step, steps: Of the picture.
         rows: The prompts and the negative prompts of this step, as the host encoded them; None
             where that is unknown.
+        prompt: As for `GuidedCall`.
 
     Returns:
         The call, or why it has to run whole.
@@ -59,7 +61,7 @@ def read_ldm_call(
     if rows is None or rows[0] != rows[1] or x.shape[0] != sum(rows):
         return OTHER_BATCH
     if options is None:
-        return GuidedCall(step, steps, x.device, is_prompt_first=True)
+        return GuidedCall(step, steps, x, is_prompt_first=True, prompt=prompt)
     parts = list(options.get("cond_or_uncond") or ())
     if sorted(parts) != [0, 1]:
         return OTHER_BATCH
@@ -69,7 +71,8 @@ def read_ldm_call(
     of_prompt = _options_of_prompt(options, x.shape[0], is_prompt_first)
     if isinstance(of_prompt, str):
         return of_prompt
-    return GuidedCall(step, steps, x.device, is_prompt_first, {"transformer_options": of_prompt})
+    own = {"transformer_options": of_prompt}
+    return GuidedCall(step, steps, x, is_prompt_first, own, prompt)
 
 
 def draws_one_latent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -142,9 +142,9 @@ FIELDS = (
         COMBO,
         "Guidance steps",
         "CFG in a part of the steps: the others take half of the work, and pictures change."
-        " Or write an interval of your own, such as interval:0.1-0.7.",
+        " A gate freezes cross-attention too. Or write one of your own, such as interval:0.1-0.7.",
         "off",
-        ("off", "interval:0-0.8", "interval:0-0.6", "interval:0-0.4", "adaptive:0.991"),
+        ("off", "interval:0-0.8", "interval:0-0.6", "interval:0-0.4", "adaptive:0.991", "gate:0.4"),
         infotext="OneDiff guidance steps",
         decided_by_preset=True,
         normalize=_guidance_text,

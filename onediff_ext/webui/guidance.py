@@ -25,16 +25,24 @@ class GuidanceTally:
     Args:
         counts: Calls of the UNet, as `GuidedForward.counts`.
         reason: Why a call ran whole although the user wants guidance steps, or "".
+        frozen: Calls with frozen cross-attention.
+        gate_reason: Why there were others after the gate, or "".
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     reason: str = ""
+    frozen: int = 0
+    gate_reason: str = ""
 
     def line(self) -> str:
         """One line for the status; empty when guidance steps are off."""
         alone, calls = self.counts["prompt"], self.counts.total()
         if self.reason and not alone:
             return f"Guidance in all steps: {self.reason}"
+        if self.gate_reason:
+            return f"Guidance left out, cross-attention in {self.frozen} calls: {self.gate_reason}"
+        if self.frozen:
+            return f"Guidance and cross-attention left out in {self.frozen} of {calls} UNet calls"
         return f"Guidance left out in {alone} of {calls} UNet calls" if calls else ""
 
 
@@ -89,6 +97,9 @@ class WebUIGuidance:
         if tally is not None:
             tally.counts.update(forward.counts)
             tally.reason = tally.reason or forward.reason
+            if forward.gate is not None:
+                tally.frozen += forward.gate.frozen
+                tally.gate_reason = tally.gate_reason or forward.gate.reason
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GuidedCall | str:
         evaluation = self._evaluation
@@ -98,7 +109,8 @@ class WebUIGuidance:
             return self._refusal or WITHOUT_STEPS
         # Some samplers ask more often than they say.
         step = min(evaluation.number, evaluation.total - 1)
-        call = read_ldm_call(args, kwargs, step, evaluation.total, evaluation.rows)
+        total, rows = evaluation.total, evaluation.rows
+        call = read_ldm_call(args, kwargs, step, total, rows, evaluation.prompt)
         if isinstance(call, GuidedCall) and self._is_split:
             return SEVERAL_CALLS  # others may draw other parts of the prediction
         if isinstance(call, GuidedCall) and not self._is_compared:

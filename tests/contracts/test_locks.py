@@ -10,6 +10,7 @@ OTHERS = {
     # Held for a whole forward or load of the thread that uses the model.
     "engine/cuda_graphs/cache.py",
     "engine/deepcache/deepcache_forward.py",
+    "engine/guidance/attention_gate.py",
     "engine/prompt_work.py",
     "hosts/diffusers/checkpoints/tensor_read_ahead.py",
     # A forked process has no GPU.

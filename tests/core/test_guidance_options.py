@@ -18,6 +18,8 @@ from onediff_ext.core.guidance_options import ALL_STEPS, GuidanceOptions
         ("interval:.25-1", GuidanceOptions("interval", 0.25, 1)),
         ("adaptive", GuidanceOptions("adaptive", similarity=0.991)),
         ("ADAPTIVE:0.98", GuidanceOptions("adaptive", similarity=0.98)),
+        ("gate:0.4", GuidanceOptions("gate", end=0.4)),
+        (" GATE:1 ", GuidanceOptions("gate")),
         (GuidanceOptions("interval", 0.1, 0.2), GuidanceOptions("interval", 0.1, 0.2)),
     ],
 )  # fmt: skip
@@ -29,7 +31,8 @@ def test_everything_that_front_ends_have_is_read(value: object, options: Guidanc
     "wrong",
     ["on", "0.6", "interval", "interval:", "interval:0.6", "interval:0.6-0.2", "interval:0-1.5",
      "interval:0.5-0.5", "interval:nan-1", "interval:-1-1", "interval:0-0.6-1", "adaptive:",
-     "adaptive:0", "adaptive:1.1", "adaptive:x", "off:1", 0.6, True, ["interval:0-0.6"]],
+     "adaptive:0", "adaptive:1.1", "adaptive:x", "off:1", "gate", "gate:",
+     "gate:0", "gate:1.1", "gate:0-0.4", 0.6, True, ["interval:0-0.6"]],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_with_a_hint(wrong: object) -> None:
     with pytest.raises(OptionError) as refused:
@@ -38,8 +41,10 @@ def test_what_cannot_be_used_is_refused_with_a_hint(wrong: object) -> None:
 
 
 def test_only_what_leaves_guidance_out_is_on() -> None:
-    texts = ("off", "interval:0-1", "interval:0-0.9", "interval:0.1-1", "adaptive:1")
-    assert [GuidanceOptions.parse(text).is_on for text in texts] == [False, False, True, True, True]
+    texts = ("off", "interval:0-1", "interval:0-0.9", "interval:0.1-1", "adaptive:1",
+             "gate:1", "gate:0.9")  # fmt: skip
+    found = [GuidanceOptions.parse(text).is_on for text in texts]
+    assert found == [False, False, True, True, True, False, True]
 
 
 _shares = st.floats(0, 1)
@@ -56,6 +61,31 @@ def test_a_similarity_is_read_back_as_it_was(similarity: float) -> None:
     options = GuidanceOptions("adaptive", similarity=similarity)
     assert GuidanceOptions.parse(str(options)) == options
     assert str(GuidanceOptions.parse(str(ALL_STEPS))) == "off"
+
+
+@given(end=st.floats(0, 1, exclude_min=True))
+def test_a_gate_is_read_back_as_it_was(end: float) -> None:
+    options = GuidanceOptions("gate", end=end)
+    assert GuidanceOptions.parse(str(options)) == options
+
+
+def test_a_gate_has_no_start() -> None:
+    with pytest.raises(OptionError):
+        GuidanceOptions("gate", 0.1, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "kept"),
+    [("gate:0.4", 10, 3), ("gate:0.4", 20, 7), ("gate:0.01", 10, 0), ("gate:1", 10, 9)],
+)
+def test_the_last_step_with_guidance_keeps_cross_attention(
+    text: str, steps: int, kept: int
+) -> None:
+    options = GuidanceOptions.parse(text)
+    assert [n for n in range(steps) if options.keeps_attention(n, steps)] == [kept]
+    assert [n for n in range(steps) if options.has_guidance(n, steps)] == list(range(kept + 1))
+    interval = GuidanceOptions.parse("interval:0-0.4")
+    assert not any(interval.keeps_attention(n, steps) for n in range(steps))
 
 
 @pytest.mark.parametrize(

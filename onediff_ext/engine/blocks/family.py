@@ -232,6 +232,18 @@ class BlockFamily(ABC):
         """
         raise NotImplementedError
 
+    def with_attention(self, call: BlockCall, output: torch.Tensor) -> BlockCall:
+        """Return a call with the output of cross-attention in place of the prompt.
+
+        Args:
+            call: A call with a prompt.
+            output: [B, N, D].
+
+        Raises:
+            NotImplementedError: The family's blocks have no cross-attention.
+        """
+        raise NotImplementedError
+
     def graph_call(self, block: Any, call: BlockCall) -> BlockCall:
         """Return a call as its graph takes it, with the text KV cache computed if it has one.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from onediff_ext.engine.blocks.family import (
     TOKENS,
     BlockCall,
     BlockFamily,
+    Dims,
     LinearWeights,
     Statics,
     Tensors,
 )
 from onediff_ext.engine.quantization import EightBitLinears
 
-# The value of the static "context" in a call with a text KV cache. It is part of stored keys.
-_PROJECTED = "projected"
+# Values of the static "context", which is part of stored keys: in a call with a text KV cache, and
+# in one with cross-attention's output.
+_PROJECTED, _ATTENDED = "projected", "attended"
 
 
 class TransformerBlocks(BlockFamily):
@@ -77,6 +80,10 @@ class TransformerBlocks(BlockFamily):
 
     def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
         x, *others = tensors
+        if statics["context"] == _ATTENDED:
+            (output,) = others
+            with _returning(block.attn2, output):
+                return self.call(block, x, output, statics)
         if statics["context"] != _PROJECTED:
             return self.call(block, x, others[0] if others else None, statics)
         keys, values = others
@@ -93,15 +100,23 @@ class TransformerBlocks(BlockFamily):
         )
 
     def with_text_kv(self, call: BlockCall, text_kv: tuple[torch.Tensor, ...]) -> BlockCall:
-        others = tuple((name, value) for name, value in call.statics if name != "context")
-        return BlockCall(
-            (call.tensors[0], *text_kv),
-            (TOKENS, CONTEXT, CONTEXT),
-            (("context", _PROJECTED), *others),
-        )
+        return _with(call, text_kv, CONTEXT, _PROJECTED)
+
+    def with_attention(self, call: BlockCall, output: torch.Tensor) -> BlockCall:
+        return _with(call, (output,), TOKENS, _ATTENDED)
 
     def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
         return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
+
+
+def _with(call: BlockCall, tensors: tuple[torch.Tensor, ...], dims: Dims, name: str) -> BlockCall:
+    """Return a call with these tensors in place of the prompt."""
+    others = tuple((key, value) for key, value in call.statics if key != "context")
+    return BlockCall(
+        (call.tensors[0], *tensors),
+        (TOKENS, *(dims for _ in tensors)),
+        (("context", name), *others),
+    )
 
 
 def _linear(layer: nn.Module, x: torch.Tensor, merged: LinearWeights | None) -> torch.Tensor:
@@ -115,8 +130,15 @@ def _linear(layer: nn.Module, x: torch.Tensor, merged: LinearWeights | None) -> 
 @contextmanager
 def _returning(layer: nn.Module, output: torch.Tensor) -> Iterator[None]:
     """Make a layer return `output`, whatever its arguments."""
-    vars(layer)["forward"] = lambda *_: output
+    before = vars(layer).get("forward")  # a copy that is traced may have one of ours
+    vars(layer)["forward"] = partial(_given, output)
     try:
         yield
     finally:
         del vars(layer)["forward"]
+        if before is not None:
+            vars(layer)["forward"] = before
+
+
+def _given(output: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return output

@@ -122,7 +122,7 @@ class TextKvGraph:
 def readers(
     runners: Sequence[BlockRunner], tensors: Sequence[torch.Tensor]
 ) -> dict[int, list[BlockRunner]]:
-    """The blocks that have computed keys and values from a tensor of a call.
+    """The blocks that compute keys and values from a tensor of a call, and did so last.
 
     Args:
         runners: Of all blocks of a model.
@@ -134,7 +134,8 @@ def readers(
     found: dict[int, list[BlockRunner]] = {}
     places = {id(tensor): i for i, tensor in enumerate(tensors)}
     for runner in runners:
-        cached = runner.text_kv.cached
+        # At a gate's step blocks run eager, and after it they have no cross-attention.
+        cached = None if runner.attention is not None else runner.text_kv.cached
         prompt = cached.prompt if cached is not None else None
         if prompt is not None and id(prompt) in places:
             found.setdefault(places[id(prompt)], []).append(runner)

@@ -10,8 +10,9 @@ import copy
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from onediff_ext.engine.class_methods import forward_slot, inner_forward_of
 from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
 from onediff_ext.engine.cuda_graphs.half_batches import joined
 from onediff_ext.engine.guidance.alike_predictions import AlikePredictions
+from onediff_ext.engine.guidance.attention_gate import AttentionGate, LayerReason
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import is_dynamo_tracing
@@ -37,17 +39,19 @@ class GuidedCall(NamedTuple):
     Args:
         step: Number of the picture's step, from 0. Samplers such as Heun's call twice in one.
         steps: All steps of the picture.
-        device: Of the latents.
+        latents: [2B, C, h, w].
         is_prompt_first: Which of both it is.
         of_prompt: Keyword arguments that a call of the prompt's half gets in place of the call's
             own. All others are halved.
+        prompt: Identifies the prompt: equal for steps with the same one.
     """
 
     step: int
     steps: int
-    device: torch.device
+    latents: torch.Tensor
     is_prompt_first: bool = False
     of_prompt: Mapping[str, Any] = MappingProxyType({})
+    prompt: Hashable = None
 
 
 # Tells what a call is, or why it has to run whole. Reads no tensor's values.
@@ -68,14 +72,22 @@ class GuidedForward(StandIn):
         model: The host's denoiser.
         options: Which steps have guidance.
         read_call: Of the host.
+        layer_reason: As for `AttentionGate`.
 
     Attributes:
         counts: How many calls ran with "guidance", for the "prompt" alone, and "whole" because
             `read_call` could not tell.
         reason: Why the last one of these ran whole, or "".
+        gate: Freezes cross-attention; None where the options want none.
     """
 
-    def __init__(self, model: nn.Module, options: GuidanceOptions, read_call: CallReader) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: GuidanceOptions,
+        read_call: CallReader,
+        layer_reason: LayerReason = lambda _: None,
+    ) -> None:
         self._model, self._options, self._read_call = model, options, read_call
         self._inner = inner_forward_of(model)
         self._halves = CallHalves()
@@ -84,6 +96,8 @@ class GuidedForward(StandIn):
         self._patches = Patches()
         self.counts: Counter[str] = Counter()
         self.reason = ""
+        has_gate = options.method == "gate"
+        self.gate = AttentionGate(model, layer_reason) if has_gate else None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -104,6 +118,8 @@ class GuidedForward(StandIn):
         if self in _pictures():
             _pictures().remove(self)
         self._halves.forget()
+        if self.gate is not None:
+            self.gate.forget()
         for name in self._patches.undo():
             logger.warning("another extension has replaced %s since", name)
 
@@ -112,8 +128,11 @@ class GuidedForward(StandIn):
         return copy.deepcopy(self._inner, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_tracing() or not self._is_drawn_here:
+        if is_dynamo_tracing():
             return self._inner(*args, **kwargs)
+        if not self._is_drawn_here:
+            with nullcontext() if self.gate is None else self.gate.lock:
+                return self._inner(*args, **kwargs)
         call = self._read_call(args, kwargs)
         if isinstance(call, str):
             return self._whole(call, args, kwargs)
@@ -123,7 +142,10 @@ class GuidedForward(StandIn):
         if not self._options.has_guidance(call.step, call.steps) or self._alike.have_all_ended:
             return self._prompt_alone(call, args, kwargs)
         self.counts["guidance"] += 1
-        output = self._inner(*args, **kwargs)
+        run = partial(self._inner, *args, **kwargs)
+        if self.gate is not None and self._options.keeps_attention(call.step, call.steps):
+            return self.gate.keep(call.latents, call.prompt, run)
+        output = run()
         if self._options.method != "adaptive":
             return output
         return self._alike.compared(output, call.is_prompt_first)
@@ -136,12 +158,15 @@ class GuidedForward(StandIn):
 
     def _prompt_alone(self, call: GuidedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         split = {name: value for name, value in kwargs.items() if name not in call.of_prompt}
-        halves = self._halves.split(args, split, call.device, call.device, None)
+        device = call.latents.device
+        halves = self._halves.split(args, split, device, device, None)
         if halves is None:
             return self._whole(NOTHING_TO_SPLIT, args, kwargs)
         self.counts["prompt"] += 1
         containers, half = ArgumentContainers(args, split), halves[not call.is_prompt_first]
-        output = self._inner(*half.args, **half.kwargs, **call.of_prompt)
+        run = partial(self._inner, *half.args, **half.kwargs, **call.of_prompt)
+        gate = self.gate
+        output = run() if gate is None else gate.freeze(call.latents, call.prompt, run)
         containers.apply(half.containers.changes() or ())
         return joined(output, output)
 

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from onediff_ext.engine.running.call_signature import (
     precision_of,
     signature,
 )
+from onediff_ext.engine.running.gated_attention import GatedAttention
 from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.kind_lookup import find_kind
 from onediff_ext.engine.running.streamed_weights import KeptRefusal, StreamedWeights, tree_refusal
@@ -81,6 +83,7 @@ class BlockRunner(StandIn):
         text_kv: Computes keys and values of the prompt ahead of the graph.
         done: Says when the block's work was done before the forward (`PromptWork`): the block then
             returns its first argument. None for most blocks.
+        attention: Its cross-attention while a forward of a picture with a gate runs; else None.
     """
 
     capturable = True  # calls with equal shapes run the same kernels
@@ -107,12 +110,14 @@ class BlockRunner(StandIn):
         self.text_kv = BlockTextKv(block, family, self.weights, registry)
         self._streamed = StreamedWeights(family, registry.budget)
         self.done: Done | None = None
+        self.attention: GatedAttention | None = None
         self._surroundings = surroundings
         if surroundings is not None:
             surroundings.add(block, family.method)
         self._check = GraphCheck(family, registry)
         self._found: dict[Hashable, BlockKind] = {}
-        self._missing_in: int | None = None  # the epoch of the last call without a graph
+        # Of the last call without a graph: the epoch, and whether cross-attention was computed.
+        self._missing_in: tuple[int, bool] | None = None
         self._refused = KeptRefusal()
         self._must_compare = False  # wrappers of another extension are around the block's layers
 
@@ -122,7 +127,8 @@ class BlockRunner(StandIn):
 
         It is the instance's method that the runner replaced, or else the class's (`ClassMethod`).
         """
-        return self._own.bound if self.replaced is None else self.replaced
+        own = self._own.bound if self.replaced is None else self.replaced
+        return own if self.attention is None else partial(self.attention.run, own)
 
     def follow_class(self) -> None:
         """Follow the block's class again, when the runner is installed once more."""
@@ -144,7 +150,7 @@ class BlockRunner(StandIn):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # A copied model has weights of its own. Its blocks run their own forward, eager.
-        return copy.deepcopy(self.eager, memo)
+        return copy.deepcopy(self._own.bound if self.replaced is None else self.replaced, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_tracing():
@@ -152,7 +158,8 @@ class BlockRunner(StandIn):
         self._own.keep_if_taken(self)
         if self.done is not None and self.done.now:
             return args[0]
-        if not self.active or self._is_still_missing():
+        is_kept = self.attention is not None and self.attention.keeps
+        if not self.active or is_kept or self._is_still_missing():
             return self.eager(*args, **kwargs)
         try:
             prepared = self._refused.still(self.epoch) or self._prepare(args, kwargs)
@@ -175,11 +182,8 @@ class BlockRunner(StandIn):
         """Run eager after an error outside of the graph, which must not end an image.
 
         It comes from a host of another version, or from objects of other extensions. The host's
-        own errors, such as a layer's, come again from eager.
-
-        Args:
-            exc: The error. Raised again if memory ran out, or if a recording failed.
-            args, kwargs: The host's arguments.
+        own errors, such as a layer's, come again from eager. It is raised again if memory ran out,
+        or if a recording failed.
         """
         if is_observed() or isinstance(exc, OutOfMemoryError):
             raise exc
@@ -249,11 +253,7 @@ class BlockRunner(StandIn):
     ) -> Any:
         """Return eager's result, and judge the graph's first outputs by it.
 
-        Args:
-            prepared: The host's call.
-            call: The call as the graph took it.
-            outputs: The graph's outputs; None when the graph ran out of memory.
-            args, kwargs: The host's arguments.
+        There are none if it ran out of memory.
         """
         kind, _, weights, _ = prepared
         call = self._check.with_own_inputs(call)
@@ -303,9 +303,9 @@ class BlockRunner(StandIn):
             self._registry.fell_back(kind.label, kind.reason)
             self.eager_reason = kind.reason
             return
-        self._missing_in = self._registry.epoch
+        self._missing_in = self._registry.epoch, self.attention is None
         self.eager_reason = NO_GRAPH_YET
-        kind.met(self._missing_in)
+        kind.met(self._registry.epoch)
 
     def _is_still_missing(self) -> bool:
         """Whether the call can run eager unexamined.
@@ -314,12 +314,8 @@ class BlockRunner(StandIn):
         way of calling the block waits for the next image. Examining the block takes as long as one
         or two kernel launches, for each block of each step.
         """
-        kind = self.used
-        if (
-            kind is None
-            or kind.state is not KindState.MISSING
-            or self._missing_in != self._registry.epoch
-        ):
+        kind, moment = self.used, (self._registry.epoch, self.attention is None)
+        if kind is None or kind.state is not KindState.MISSING or self._missing_in != moment:
             return False
         kind.calls += 1
         return True
@@ -327,6 +323,8 @@ class BlockRunner(StandIn):
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Prepared | Refusal:
         """Find the kind of a call, or say why no graph can serve it."""
         call = self.family.bind(self.block, args, kwargs)
+        if self.attention is not None and isinstance(call, BlockCall):
+            call = self.attention.graph_call(self.family, call)
         if isinstance(call, Refusal):
             return call
         if torch.is_grad_enabled():
@@ -371,7 +369,9 @@ class BlockRunner(StandIn):
         known_as = (tree, signature(call), autocast, precision)
         kind = self._found.get(known_as)
         if kind is None:
-            ahead = () if call.prompt is None else self.family.prompt_layers
+            # 8-bit copies are those of the calls with cross-attention.
+            is_whole = call.prompt is None and self.attention is None
+            ahead = () if is_whole else self.family.prompt_layers
             kind = self._found[known_as] = find_kind(
                 self._registry, self.family, self.block, tree, weights,
                 self.text_kv.graph_call(call, weights), autocast, ahead, precision,

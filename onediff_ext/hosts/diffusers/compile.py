@@ -135,6 +135,8 @@ class CompiledPipe:
             yield
             if guided is not None and guided.reason:
                 self.session.fell_back("guidance steps", guided.reason)
+            if guided is not None and guided.gate is not None and guided.gate.reason:
+                self.session.fell_back("frozen cross-attention", guided.gate.reason)
 
     @contextmanager
     def _compiled_by_user(self) -> Iterator[None]:
@@ -262,8 +264,9 @@ def compile_pipe(
             `DeepCacheOptions`. Faster, but pictures differ. It ends with the compilation. None
             leaves DeepCache as it is without that of an earlier compilation.
         guidance_steps: Compute classifier-free guidance in some steps only, such as
-            ``"interval:0-0.6"`` or ``"adaptive:0.991"``; see `GuidanceOptions`. Faster, but
-            pictures differ. It holds for calls of this pipeline, and ends with the compilation.
+            ``"interval:0-0.6"``, ``"adaptive:0.991"`` or ``"gate:0.4"``; see `GuidanceOptions`.
+            Faster, but pictures differ. It holds for calls of this pipeline, and ends with the
+            compilation.
         session: Share the graphs of this session, which has options of its own; the caller closes
             it. Without one, the pipeline gets its own session, which builds until `undo_compile`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.engine.guidance.guided_forward import GuidedCall, GuidedForward
 from onediff_ext.engine.timesteps import are_of_one_tensor
 from onediff_ext.engine.torch_compile import TORCH_COMPILES, compiled_modules
+from onediff_ext.engine.validity.tensor_contents import version_of
+from onediff_ext.hosts.diffusers.attention_processors import processor_eager_reason
+from onediff_ext.hosts.diffusers.blocks import PURE_PROCESSORS
 from onediff_ext.hosts.diffusers.denoiser import denoiser_of
 
 NO_GUIDANCE = "the picture has no guidance"
@@ -53,13 +57,19 @@ def check_guidance_steps(pipe: object, options: object) -> GuidanceOptions:
         options: What `GuidanceOptions.parse` takes.
 
     Raises:
-        OptionError: They cannot be read, or the pipeline's batch is not [negative prompt, prompt].
+        OptionError: They cannot be read, the pipeline's batch is not [negative prompt, prompt], or
+            a gate is wanted of a transformer, which has no cross-attention.
     """
     chosen = GuidanceOptions.parse(options)
     if chosen.is_on and not _has_known_batch(pipe):
         raise OptionError(
             f"{type(pipe).__name__} is not known to draw prompt and negative prompt as one batch.",
             "Leave the guidance steps off. They work with pipelines of SD 1.x, SD 2.x, SDXL, SD3.",
+        )
+    if chosen.method == "gate" and getattr(pipe, "unet", None) is None:
+        raise OptionError(
+            f"{type(pipe).__name__} has a transformer, in which no cross-attention can be frozen.",
+            f"Use interval:0-{chosen.end:g}, which leaves out guidance alone.",
         )
     return chosen
 
@@ -85,7 +95,8 @@ def guidance_steps_for(pipe: Any, options: GuidanceOptions) -> Iterator[GuidedFo
         yield None
         return
     model = denoiser_of(pipe)
-    forward = GuidedForward(model, options, _PipelineCalls(pipe))
+    layer_reason = partial(processor_eager_reason, pure=PURE_PROCESSORS)
+    forward = GuidedForward(model, options, _PipelineCalls(pipe), layer_reason)
     if compiled_modules(model):  # Dynamo sees no Python code of ours
         forward.reason = TORCH_COMPILES
         yield forward
@@ -110,6 +121,8 @@ class _PipelineCalls:
         self._pipe, self._model = pipe, denoiser_of(pipe)
         self._timesteps: torch.Tensor | None = None  # kept, so that no other one gets its memory
         self._first, self._last = 0, -1
+        self._text: object = None  # the prompt of the last call, kept as the timesteps are
+        self._written, self._prompts = 0, 0
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GuidedCall | str:
         given = {**dict(zip(_POSITIONS, args, strict=False)), **kwargs}
@@ -128,7 +141,17 @@ class _PipelineCalls:
         assert self._timesteps is not None
         order = getattr(self._pipe.scheduler, "order", 1)
         left = len(self._timesteps) - self._first
-        return GuidedCall((place - self._first) // order, -(-left // order), latents.device)
+        prompt = self._prompt_number(given.get("encoder_hidden_states"))
+        step, steps = (place - self._first) // order, -(-left // order)
+        return GuidedCall(step, steps, latents, prompt=prompt)
+
+    def _prompt_number(self, text: object) -> int:
+        """Another number for another tensor, or one that was written to."""
+        written = version_of(text) if isinstance(text, torch.Tensor) else 0
+        if text is not self._text or written != self._written:
+            self._text, self._written = text, written
+            self._prompts += 1
+        return self._prompts
 
     def _place(self, timestep: object) -> int | None:
         """The place of a timestep in the schedule; None where it is not the next one's."""
