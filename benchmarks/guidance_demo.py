@@ -24,7 +24,10 @@ from onediff_ext.hosts.diffusers.deepcache import disable_deepcache, enable_deep
 from onediff_ext.hosts.diffusers.guidance_steps import guidance_steps_for
 from tests.support.demo_pictures import draw
 
-GUIDANCE = ("off", "interval:0-0.8", "interval:0-0.6", "interval:0-0.4", "adaptive:0.991")
+GUIDANCE = (
+    *("off", "interval:0-0.8", "interval:0-0.6", "interval:0-0.4", "adaptive:0.991"),
+    *("gate:0.8", "gate:0.6", "gate:0.4"),
+)
 DEEPCACHE = ("off", "light", "medium")
 
 
