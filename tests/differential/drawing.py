@@ -51,8 +51,13 @@ def _pipe(world: World, pipe: Any) -> torch.Tensor:
 
 
 def _guided_in_some_steps(world: World, pipe: Any) -> torch.Tensor:
-    """With guidance in the first half of the steps, so the batch is halved within the picture."""
-    with guidance_steps_for(pipe, GuidanceOptions.parse("interval:0-0.5")):
+    """With guidance in the first half of the steps, so the batch is halved within the picture.
+
+    UNets have a gate there where the number of steps is even.
+    """
+    has_gate = world.is_unet and world.picture.steps % 2 == 0
+    steps = "gate:0.5" if has_gate else "interval:0-0.5"
+    with guidance_steps_for(pipe, GuidanceOptions.parse(steps)):
         return _pipe(world, pipe)
 
 

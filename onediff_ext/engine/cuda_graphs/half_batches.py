@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
+from onediff_ext.engine.half_of_batch import half_of_batch
 
 
 def run_in_halves(
@@ -40,11 +41,12 @@ def run_in_halves(
     torch.cuda.empty_cache()
     containers, changes = ArgumentContainers(args, kwargs), None
     outputs = []
-    for rows in (slice(0, batch // 2), slice(batch // 2, batch)):
+    for number, rows in enumerate((slice(0, batch // 2), slice(batch // 2, batch))):
         half = [leaf[rows] if has_rows(leaf, batch) else leaf for leaf in leaves]
         half_args, half_kwargs = pytree.tree_unflatten(half, structure)
         halves = ArgumentContainers(half_args, half_kwargs)
-        outputs.append(forward(*half_args, **half_kwargs))
+        with half_of_batch(number):
+            outputs.append(forward(*half_args, **half_kwargs))
         changes = halves.changes()
     containers.apply(changes or ())
     return joined(*outputs)

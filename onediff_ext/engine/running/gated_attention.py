@@ -16,6 +16,7 @@ from torch import nn
 
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.class_methods import forward_slot, inner_forward_of
+from onediff_ext.engine.half_of_batch import present_half
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import is_dynamo_tracing
@@ -69,28 +70,34 @@ class KeptOutput:
         The first output decides the address, since CUDA graphs freeze it.
 
         Args:
-            output: [2B, N, D], of prompt and negative prompt in any order.
+            output: [2B, N, D], of prompt and negative prompt in any order; [B, N, D] in a forward
+                that runs in halves.
 
         Raises:
             RuntimeError: A CUDA graph is being recorded, and the tensor's memory would belong to
                 its pool.
         """
-        if output.ndim != 3 or output.shape[0] != 2 * self._batch:
-            return  # short of memory, a forward may run in halves
-        with torch.no_grad():
-            first, second = output.chunk(2)
-            mean = (first + second) / 2
+        half = present_half()
+        if output.ndim != 3 or output.shape[0] != self._batch * (2 if half is None else 1):
+            return
+        first, second = output[: self._batch], output[self._batch :]
         if self.tensor is None:
-            if mean.is_cuda and torch.cuda.is_current_stream_capturing():
+            if first.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a forward was recorded before it ran once")
             # Never an inference tensor: it could not be written to outside of inference mode.
             with torch.inference_mode(False):
-                self.tensor = torch.empty_like(mean, requires_grad=False)
+                self.tensor = torch.empty_like(first, requires_grad=False)
         kept = self.tensor
-        if (kept.shape, kept.dtype, kept.device) == (mean.shape, mean.dtype, mean.device):
-            with torch.no_grad():
-                kept.copy_(mean)
-            self.is_stored = True
+        if (kept.shape, kept.dtype, kept.device) != (first.shape, first.dtype, first.device):
+            return
+        with torch.no_grad():
+            if half is None:
+                kept.copy_((first + second) / 2)
+            elif half == 0:
+                kept.copy_(first)
+            else:
+                kept.add_(first).div_(2)
+        self.is_stored = half != 0
 
 
 class GatedAttention:
@@ -160,10 +167,13 @@ class GatedAttention:
         Args:
             x: The block's or the layer's input [B, N, D].
         """
-        kept = self.kept.tensor
-        if self._mode.now != FROZEN or kept is None or kept.shape[:2] != x.shape[:2]:
+        kept, half = self.kept.tensor, present_half()
+        if self._mode.now != FROZEN or kept is None:
             return None
-        return kept
+        if half is not None:  # the rows that `run_in_halves` gives to each
+            middle = kept.shape[0] // 2
+            kept = kept[middle:] if half else kept[:middle]
+        return kept if kept.shape[:2] == x.shape[:2] else None
 
 
 class _Layer(StandIn):

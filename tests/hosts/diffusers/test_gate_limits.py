@@ -21,6 +21,7 @@ from onediff_ext.engine.guidance.attention_gate import (
     AttentionOutputs,
 )
 from onediff_ext.engine.guidance.guided_forward import GuidedCall, GuidedForward
+from onediff_ext.engine.half_of_batch import half_of_batch
 from onediff_ext.engine.running.gated_attention import FROZEN, GatedAttention, GateMode, KeptOutput
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from onediff_ext.hosts.diffusers.guidance_steps import guidance_steps_for
@@ -205,27 +206,45 @@ def test_other_threads_wait_for_a_call_with_frozen_cross_attention(pipe: Any) ->
     assert not waiting[0].is_alive()
 
 
-def test_short_of_memory_guidance_alone_is_left_out(pipe: Any, make_session: NewSession) -> None:
-    size = {"height": 144, "width": 208}  # activations are larger than weights
-    interval, _ = eager(pipe, INTERVAL, **size)
+@pytest.mark.parametrize("pictures", [2, 3])
+def test_short_of_memory_halves_of_the_batch_draw_the_same(
+    pipe: Any, make_session: NewSession, pictures: int
+) -> None:
+    # Activations are larger than weights.
+    given = {
+        "height": 144, "width": 208, "prompt": ["a cat", "a lake", "a fox"][:pictures],
+        "negative_prompt": ["blurred"] * pictures,
+    }  # fmt: skip
+    numbers = 32 * 18 * 26  # of one picture
+    by_hand = expected(models.sd15(), **given)
     session = make_session()
     session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=8)
     compile_pipe(pipe, session=session, ignores=["vae"])
     for _ in range(2):
-        eager(pipe, GATE, **size)
+        eager(pipe, GATE, **given)
     kind = next(kind for kind in session.kinds if kind.label.startswith("ResnetBlock2D 32"))
-    assert kind.graph is not None
-    session.cuda_graphs.drop_all("the test begins")
-    full = FullMemory(kind.graph, 2 * 32 * 18 * 26, torch.OutOfMemoryError("CUDA out of memory."))
-    whole, kind.graph = kind.graph, full
-    found, seen = eager(pipe, GATE, **size)
-    assert full.refused
-    assert reason_of(seen) == NOT_KEPT
-    assert relative_error(found, interval) < 1e-4
-    kind.graph = whole
-    found, seen = eager(pipe, GATE, **size)
+    whole = kind.graph
+    assert whole is not None
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+
+    def full(batch: int) -> FullMemory:
+        session.cuda_graphs.drop_all("the test begins")
+        kind.graph = FullMemory(whole, batch * numbers, error)
+        return kind.graph
+
+    before = full(pictures)  # a batch with guidance is too large
+    found, seen = eager(pipe, GATE, **given)
+    assert before.refused
     assert reason_of(seen) == ""
-    assert relative_error(found, interval) > 1e-3
+    assert relative_error(found, by_hand) < 1e-4
+    kind.graph, after = whole, list[FullMemory]()
+    halved = (pictures + 1) // 2
+    found, seen = eager(
+        pipe, GATE, **given, **at(GUIDED - 1, lambda *_: after.append(full(halved)))
+    )
+    assert after[0].refused
+    assert set(after[0].batches) == {pictures // 2, halved}
+    assert relative_error(found, by_hand) < 1e-4
 
 
 def test_the_parts_of_a_unet_that_another_extension_runs_are_left_alone(
@@ -251,7 +270,7 @@ def test_outputs_count_only_if_all_were_written() -> None:
     outputs.begin(self_)
     outputs.each[0].store(torch.ones(2, 3, 4))
     assert not outputs.are_whole()
-    outputs.each[1].store(torch.ones(1, 3, 4))  # half of the batch
+    outputs.each[1].store(torch.ones(1, 3, 4))  # another batch
     assert not outputs.are_whole()
     outputs.each[1].store(torch.ones(2, 3, 4))
     assert outputs.are_whole()
@@ -311,6 +330,20 @@ def test_a_unet_that_has_lost_a_layer_has_outputs_of_its_own(pipe: Any) -> None:
     found, seen = eager(pipe, GATE)
     assert reason_of(seen) == ""
     assert relative_error(found, expected(pipe)) < 1e-4
+
+
+def test_an_output_in_halves_is_the_same() -> None:
+    output = torch.randn(4, 5, 6, dtype=torch.float16)
+    whole, halves = KeptOutput(2), KeptOutput(2)
+    whole.store(output)
+    for number, half in enumerate(output.chunk(2)):
+        with half_of_batch(number):
+            halves.store(half)
+            assert halves.is_stored == bool(number)
+            halves.store(output)  # not one of a half
+    assert whole.tensor is not None
+    assert halves.tensor is not None
+    assert torch.equal(whole.tensor, halves.tensor)
 
 
 def test_inputs_of_another_size_are_attended(pipe: Any) -> None:
