@@ -170,3 +170,64 @@ def test_xyz_plot(webui: WebUI) -> None:
     expected = [webui.draw(True, steps=STEPS), webui.draw(guided(), steps=STEPS)]
     for mine, theirs in zip(plotted.pictures[-2:], expected, strict=True):
         assert_identical(Drawn([mine], [], 0), theirs)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="128x128"),
+        pytest.param({"width": 320, "height": 448}, id="320x448"),
+        pytest.param({"batch_size": 2, "n_iter": 2}, id="two batches of 2"),
+        pytest.param({"sampler_name": "Heun"}, id="Heun"),
+    ],
+)
+def test_a_gate_freezes_cross_attention_for_its_own_picture_alone(
+    webui: WebUI, more: dict[str, Any]
+) -> None:
+    job = {"steps": STEPS, "sampler_name": "DPM++ 2M", **more}
+    other = {**job, "prompt": "a dog on green grass", "seed": 4711}
+    for _ in range(2):  # what is missing after the gate is known once a picture had one
+        webui.draw(guided("gate:0.4"), **job)
+        webui.settle()
+    unlike = webui.draw(True, **other)
+    plain = webui.draw(True, **job)
+    first = webui.draw(guided("gate:0.4"), **job)
+    said = webui.status()["guidance"]
+    match = re.fullmatch(
+        r"Guidance and cross-attention left out in (\d+) of (\d+) UNet calls", said
+    )
+    assert match, said
+    assert 0.5 <= int(match[1]) / int(match[2]) <= 0.65
+    assert webui.status()["running"] == "compiled", webui.status()["line"]
+    interval = webui.draw(guided("interval:0-0.4"), **job)
+    assert 0 < difference(first, interval) < difference(unlike, plain)
+    assert 0 < difference(first, plain) < difference(unlike, plain)
+    after_plain = webui.draw(guided("gate:0.4"), **other)
+    assert_identical(webui.draw(guided("gate:0.4"), **job), first)
+    assert_identical(webui.draw(guided("gate:0.4"), **other), after_plain)
+    assert_identical(webui.draw(True, **job), plain)
+
+
+def test_a_gate_in_img2img_and_in_a_hires_pass(webui: WebUI, photo: np.ndarray) -> None:
+    hires = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "Latent"}
+    hires |= {"hr_second_pass_steps": 10, "denoising_strength": 0.6, "steps": STEPS}
+    if webui.host() in ("forge", "neo"):
+        hires["hr_cfg"] = 7
+    for path, job in (
+        ("img2img", {"init_images": [photo], "denoising_strength": 0.7, "steps": 20}),
+        ("txt2img", hires),
+    ):
+        for _ in range(2):
+            webui.draw(guided("gate:0.5"), path, **job)
+            webui.settle()
+        first = webui.draw(guided("gate:0.5"), path, **job)
+        said = webui.status()["guidance"]
+        match = re.fullmatch(
+            r"Guidance and cross-attention left out in (\d+) of (\d+) UNet calls", said
+        )
+        assert match, said
+        assert 0.4 <= int(match[1]) / int(match[2]) <= 0.6
+        interval = webui.draw(guided("interval:0-0.5"), path, **job)
+        assert difference(first, interval) > 0
+        webui.draw(guided("gate:0.5"), path, **{**job, "prompt": "a dog on green grass"})
+        assert_identical(webui.draw(guided("gate:0.5"), path, **job), first)
