@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel, SD3Transformer2DModel
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file
 
 from tests.support import live_files as files
@@ -25,11 +26,12 @@ from tools.hosts.checkout import (
     fit_to_slim_models,
     version_note,
 )
-from tools.hosts.forms import VAE_WIDTHS
+from tools.hosts.forms import SD35_LARGE, SD35_MEDIUM, VAE_WIDTHS, SD3Form
 from tools.hosts.models import to_ldm_controlnet, vae, write_demo_models
 from tools.hosts.neo_forms import QWEN25, QWEN_IMAGE, WAN_VAE_WIDTH
 from tools.hosts.packages import requirements
 from tools.hosts.qwen_models import write_qwen_image
+from tools.hosts.sd3_models import transformer
 from tools.hosts.taesd_models import write_taesd
 from tools.hosts.wan_vae_models import wan_vae
 from tools.hosts.webuis import WEBUIS, WebUI
@@ -261,3 +263,20 @@ def test_the_slim_qwen_image_has_the_layers_of_diffusers_own(tmp_path: Path) -> 
     path = tmp_path / "Stable-diffusion" / "slim-qwen-image.safetensors"
     prefix = "model.diffusion_model."
     assert shapes_of(load_file(str(path)), prefix) == shapes_of(theirs.state_dict())
+
+
+@pytest.mark.parametrize("form", [SD35_MEDIUM, SD35_LARGE])
+def test_the_slim_sd35_has_the_layers_of_diffusers_own(form: SD3Form) -> None:
+    with torch.device("meta"):
+        theirs = SD3Transformer2DModel(
+            num_layers=form.blocks,
+            num_attention_heads=form.blocks,
+            caption_projection_dim=form.width,
+            pos_embed_max_size=form.positions,
+            dual_attention_layers=tuple(range(form.dual)),
+            qk_norm="rms_norm",
+        ).state_dict()
+        made = {name: torch.empty(shape) for name, shape in transformer(form)}
+        made["pos_embed"] = torch.empty(1, form.positions**2, form.width)
+    ours = convert_sd3_transformer_checkpoint_to_diffusers(made)
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}

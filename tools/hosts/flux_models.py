@@ -213,7 +213,7 @@ def _denoiser(shapes: Shapes, seed: int, device: str = "cpu") -> dict[str, torch
 def _text_encoders(
     form: FluxForm, seed: int, *, with_clip: bool = True, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    found = prefixed("text_encoders.t5xxl.transformer", _t5(form), seed + 1, device)
+    found = prefixed("text_encoders.t5xxl.transformer", t5(form.t5), seed + 1, device)
     if with_clip:
         clip = models.text_encoder(_CLIP_L, form.clip_layers, seed=seed)
         for name, weight in clip.state_dict().items():
@@ -222,25 +222,33 @@ def _text_encoders(
     return found
 
 
-def _t5(form: FluxForm) -> Shapes:
+def t5(config: Mapping[str, object]) -> Shapes:
+    """The weights of a text encoder T5.
+
+    Args:
+        config: As transformers has it.
+    """
     from transformers import T5Config, T5EncoderModel
 
     with torch.device("meta"):
-        encoder = T5EncoderModel(T5Config.from_dict(form.t5))
+        encoder = T5EncoderModel(T5Config.from_dict(dict(config)))
     for name, weight in encoder.state_dict().items():
         yield name, tuple(weight.shape)
 
 
-def flux_vae(seed: int, widths: tuple[int, ...] = VAE_WIDTHS) -> dict[str, torch.Tensor]:
-    """Flux.1's VAE in its authors' layout, which Z-Image and Lumina 2 have too.
+def flux_vae(
+    seed: int, widths: tuple[int, ...] = VAE_WIDTHS, prefix: str = "vae"
+) -> dict[str, torch.Tensor]:
+    """Flux.1's VAE in its authors' layout, which Z-Image and Lumina 2 have too, and SD3's.
 
     Args:
         seed: Of the weights.
         widths: Channels of its levels.
+        prefix: Of the weights' names, without the point at its end.
     """
     made = transformer_models.vae(seed, widths=widths, layers=2, groups=32)
     renamed = to_ldm_vae(made.state_dict(), made.config)
-    return {f"vae.{key.removeprefix('first_stage_model.')}": v for key, v in renamed.items()}
+    return {f"{prefix}.{key.removeprefix('first_stage_model.')}": v for key, v in renamed.items()}
 
 
 def kohya_lora(shapes: Mapping[str, tuple[int, int]], rank: int = 4) -> dict[str, torch.Tensor]:

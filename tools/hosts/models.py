@@ -27,6 +27,7 @@ from tools.hosts.lumina_models import write_lumina, write_z_image
 from tools.hosts.neo_forms import EDITING
 from tools.hosts.neo_models import LATENT, write_klein, write_mugen
 from tools.hosts.qwen_models import write_anima, write_qwen_image
+from tools.hosts.sd3_models import write_sd3_models
 from tools.hosts.taesd_models import write_taesd
 
 _CLIP_L, _CLIP_G = 768, 1280
@@ -80,6 +81,7 @@ def write_slim_models(folder: Path) -> None:
         path = folder / "Stable-diffusion" / f"{name}.safetensors"
         save_ldm(make(), path, dtype=torch.float16, with_yaml=False)
     write_flux_models(folder)
+    write_sd3_models(folder)
     write_transformers(folder)
     write_mugen(folder, sdxl(5, LATENT))
     first = sd1(1)

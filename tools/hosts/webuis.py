@@ -9,6 +9,9 @@ from tools.hosts.forms import (
     CHROMA,
     FLUX,
     FLUX_DEV,
+    SD3,
+    SD3_T5_CONFIG,
+    SD35_MEDIUM,
     T5_CONFIG,
     TEXT_CONFIG,
     VAE_CONFIG,
@@ -27,6 +30,8 @@ CLIP = "clip-anytorch==2.6.0"
 OPENCV = "opencv-python-headless==4.10.0.84"
 # Their built-in "soft inpainting" imports it; only Neo's list names it.
 JOBLIB = "joblib==1.5.3"
+# Forge's tokenizer of SD3 needs it; later ones need a newer protobuf than Forge's.
+SENTENCEPIECE = "sentencepiece==0.2.0"
 _SD1, _INPAINTING, _SDXL = (
     f"backend/huggingface/{name}"
     for name in (
@@ -62,7 +67,9 @@ _SLIM_CHECKPOINTS = {
     "ONEDIFF_WEBUI_OTHER": "slim-xl",
     "ONEDIFF_WEBUI_INPAINTING": "slim-inpainting",
 }
-_TRANSFORMERS = {"ONEDIFF_WEBUI_TRANSFORMERS": "slim-flux,slim-chroma"}
+_TRANSFORMERS = {
+    "ONEDIFF_WEBUI_TRANSFORMERS": "slim-flux,slim-chroma,slim-sd35-medium,slim-sd35-large"
+}
 # The point tells the first one from "onediff-demo-other" here, and from "slim-anima" above.
 _DEMO_CHECKPOINTS = {
     "ONEDIFF_WEBUI_CHECKPOINTS": "onediff-demo.,onediff-demo-other",
@@ -94,6 +101,16 @@ _FLUX_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
     "backend/loader.py": (
         ("'guidance_hidden_dim': 5120", f"'guidance_hidden_dim': {FLUX.guidance_width}"),
     ),
+}
+_SD3_CONFIGS: Mapping[str, Mapping[str, object]] = {
+    f"{SD3}/text_encoder/config.json": TEXT_CONFIG,
+    f"{SD3}/text_encoder_2/config.json": TEXT_CONFIG,
+    f"{SD3}/text_encoder_3/config.json": SD3_T5_CONFIG,
+    f"{SD3}/vae/config.json": VAE_CONFIG,
+}
+# Of SD3.5-medium's 24 blocks, 13 have a second attention.
+_SD3_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
+    "backend/nn/mmditx.py": ((f"= {list(range(13))} if", f"= {list(range(SD35_MEDIUM.dual))} if"),),
 }
 
 
@@ -149,12 +166,12 @@ WEBUIS: Mapping[str, WebUI] = {
         commit="dfdcbab685e57677014f05a3309b48cc87383167",
         port=7861,
         requirements="requirements_versions.txt",
-        packages=(CLIP, OPENCV, JOBLIB),
+        packages=(CLIP, OPENCV, JOBLIB, SENTENCEPIECE),
         flags=_FORGE_FLAGS,
         preparing_flags=_PREPARING,
         checkpoints={**_SLIM_CHECKPOINTS, **_TRANSFORMERS},
-        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS},
-        slim_sources=_FLUX_SOURCES,
+        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS, **_SD3_CONFIGS},
+        slim_sources={**_FLUX_SOURCES, **_SD3_SOURCES},
     ),
     "reforge": WebUI(
         title="reForge",
