@@ -14,10 +14,8 @@ enabled once, and nothing says where a picture begins or ends. ``--tiny`` tests 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.fingerprint import fingerprint
+from benchmarks.results import measure_and_write
 from benchmarks.timing import synchronize
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.options import BACKENDS, CompileOptions
@@ -70,16 +69,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.size, arguments.steps = arguments.size or "96x80", min(arguments.steps, 12)
-    if arguments.store is not None:
-        figures = measure(arguments)
-    else:
-        with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
-            arguments.store = Path(folder)
-            figures = measure(arguments)
-    text = json.dumps(figures, indent=1)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    measure_and_write(arguments, measure)
     return 0
 
 

@@ -14,10 +14,8 @@ UNet without graphs. ``--model tiny --size 96x80`` tries it on a CPU.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +27,7 @@ import torch
 
 from benchmarks.fingerprint import fingerprint
 from benchmarks.models import DTYPES, make_unet
+from benchmarks.results import measure_and_write
 from benchmarks.timing import median_and_p95, peak_bytes, reset_peak, step_times_ms
 from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.options import BACKENDS, CompileOptions
@@ -115,16 +114,7 @@ def main() -> int:
     parser.add_argument("--store", type=Path, help="graphs of an earlier run")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.store is not None:
-        figures = measure(arguments)
-    else:
-        with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
-            arguments.store = Path(folder)
-            figures = measure(arguments)
-    text = json.dumps(figures, indent=1)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    measure_and_write(arguments, measure)
     return 0
 
 

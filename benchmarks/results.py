@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,23 @@ def write_result(path: Path, figures: dict[str, Any]) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     part.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)
+
+
+def measure_and_write(
+    arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]
+) -> None:
+    """Measure once, print the figures, and write them where a file is named.
+
+    Args:
+        arguments: With `store`, which is a folder for this run alone where it is None, and `json`.
+        measure: Returns the figures.
+    """
+    with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
+        arguments.store = arguments.store or Path(folder)
+        figures = measure(arguments)
+    if arguments.json is not None:
+        write_result(arguments.json, figures)
+    print(json.dumps(figures, indent=1))
 
 
 def check_mergeable(

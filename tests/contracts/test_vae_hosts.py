@@ -16,6 +16,7 @@ from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support import a1111_stand_in, forge_stand_in
+from tests.support.running_stand_in import running_stand_in
 
 
 class NansException(Exception):  # noqa: N818 - the host's name for it
@@ -85,10 +86,8 @@ class RunningHost:
 
 @pytest.fixture(params=["a1111", *sorted(forge_stand_in.ADAPTERS)])
 def host(request: pytest.FixtureRequest) -> Iterator[RunningHost]:
-    name = request.param
-    running = a1111_stand_in.a1111() if name == "a1111" else forge_stand_in.running(name)
-    with running as stand_in:
-        yield RunningHost(stand_in, name)
+    with running_stand_in(request.param) as stand_in:
+        yield RunningHost(stand_in, request.param)
 
 
 @pytest.fixture

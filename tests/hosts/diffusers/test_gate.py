@@ -16,11 +16,11 @@ from onediff_ext.engine.guidance import attention_gate
 from onediff_ext.engine.guidance.attention_gate import (
     CHANGED,
 )
-from onediff_ext.engine.guidance.guided_forward import GuidedForward
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache
 from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
 from onediff_ext.session.session import Session
+from tests.hosts.diffusers.gate_draws import GATE, INTERVAL, STEPS, at, expected, reason_of
 from tests.hosts.diffusers.test_chosen_guidance_steps import (
     attributes,
     draw,
@@ -34,34 +34,11 @@ from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.plain_gate import plain_gate
 
 NewSession = Callable[..., Session]
-GATE, INTERVAL = "gate:0.5", "interval:0-0.5"
-STEPS, GUIDED = 4, 2
 
 
 @pytest.fixture
 def pipe() -> Any:
     return models.sd15()
-
-
-def expected(pipe: Any, guided: int = GUIDED, **given: Any) -> torch.Tensor:
-    with plain_gate(pipe, guided):
-        return draw(pipe, **given)
-
-
-def reason_of(guided: GuidedForward) -> str:
-    assert guided.gate is not None
-    return guided.gate.reason
-
-
-def at(step: int, change: Callable[[Any, dict[str, Any]], None]) -> dict[str, Any]:
-    """Arguments with a callback that changes something after a step."""
-
-    def callback(pipe: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if index == step:
-            change(pipe, tensors)
-        return tensors
-
-    return {"callback_on_step_end": callback}
 
 
 @pytest.mark.parametrize("name", [name for name in PIPELINES if not name.startswith("sd3")])

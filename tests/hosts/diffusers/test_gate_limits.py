@@ -27,6 +27,7 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe
 from onediff_ext.hosts.diffusers.guidance_steps import guidance_steps_for
 from onediff_ext.session.session import Session
 from tests.engine.cuda_graphs.test_oom_fallback import FullMemory
+from tests.hosts.diffusers.gate_draws import GATE, GUIDED, INTERVAL, at, expected, reason_of
 from tests.hosts.diffusers.test_chosen_guidance_steps import (
     draw,
     eager,
@@ -36,37 +37,13 @@ from tests.hosts.diffusers.test_chosen_guidance_steps import (
 from tests.support import models, transformer_models
 from tests.support.draw import relative_error
 from tests.support.frozen_recorder import FrozenRecorder
-from tests.support.plain_gate import plain_gate
 
 NewSession = Callable[..., Session]
-GATE, INTERVAL = "gate:0.5", "interval:0-0.5"
-STEPS, GUIDED = 4, 2
 
 
 @pytest.fixture
 def pipe() -> Any:
     return models.sd15()
-
-
-def expected(pipe: Any, guided: int = GUIDED, **given: Any) -> torch.Tensor:
-    with plain_gate(pipe, guided):
-        return draw(pipe, **given)
-
-
-def reason_of(guided: GuidedForward) -> str:
-    assert guided.gate is not None
-    return guided.gate.reason
-
-
-def at(step: int, change: Callable[[Any, dict[str, Any]], None]) -> dict[str, Any]:
-    """Arguments with a callback that changes something after a step."""
-
-    def callback(pipe: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if index == step:
-            change(pipe, tensors)
-        return tensors
-
-    return {"callback_on_step_end": callback}
 
 
 def test_without_the_gates_step_guidance_alone_is_left_out(pipe: Any) -> None:

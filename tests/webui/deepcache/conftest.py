@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
 from onediff_ext.core.options import CompileOptions
-from tests.support import a1111_stand_in, forge_stand_in
 from tests.support.deepcache_webui_host import ADAPTERS, DeepCacheWebUI
+from tests.support.running_stand_in import running_stand_in
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +19,5 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> CompileOptions:
 
 @pytest.fixture(params=sorted(ADAPTERS))
 def host(request: pytest.FixtureRequest, options: CompileOptions) -> Iterator[DeepCacheWebUI]:
-    with ExitStack() as stack:
-        if request.param == "a1111":
-            stand_in: Any = stack.enter_context(a1111_stand_in.a1111())
-        else:
-            stand_in = stack.enter_context(forge_stand_in.running(request.param))
+    with running_stand_in(request.param) as stand_in:
         yield DeepCacheWebUI(request.param, stand_in, options)

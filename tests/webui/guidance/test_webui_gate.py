@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from onediff_ext.engine.guidance.attention_gate import (
     NO_ATTENTION,
     NOT_KEPT,
 )
-from tests.support import a1111_stand_in, forge_stand_in
 from tests.support.deepcache_webui_host import ADAPTERS, MEDIUM, DeepCacheWebUI, Job
+from tests.support.running_stand_in import running_stand_in
 from tests.support.sampler_stand_in import Entry, FakeDenoiser
 from tests.webui.guidance import test_webui_guidance as interval_tests
 from tests.webui.guidance.test_webui_guidance import (
@@ -47,11 +46,7 @@ class OwnBlocks(DeepCacheWebUI):
 
 @pytest.fixture(params=sorted(ADAPTERS))
 def host(request: pytest.FixtureRequest, options: CompileOptions) -> Iterator[OwnBlocks]:
-    with ExitStack() as stack:
-        if request.param == "a1111":
-            stand_in: Any = stack.enter_context(a1111_stand_in.a1111())
-        else:
-            stand_in = stack.enter_context(forge_stand_in.running(request.param))
+    with running_stand_in(request.param) as stand_in:
         host = OwnBlocks(request.param, stand_in, options)
         host.unet.eval().requires_grad_(False)
         yield host
