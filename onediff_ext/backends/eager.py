@@ -35,9 +35,11 @@ class EagerBackend(Backend):
     ) -> bytes:
         return save_program(program)
 
-    def load(self, payload: bytes, device: torch.device) -> Graph:  # noqa: ARG002
+    def load(self, payload: bytes, device: torch.device) -> Graph:
+        # A GPU's program names the GPU on which it was traced.
+        wanted = device if device.type == "cuda" else None
         try:
-            graph_module = load_program(payload).graph_module
+            graph_module = load_program(payload, wanted).graph_module
         except Exception as exc:
             raise BackendError(f"The stored program cannot be read: {exc}") from exc
 

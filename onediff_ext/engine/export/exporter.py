@@ -215,21 +215,27 @@ def load_program(
 
     Args:
         serialised: From `save_program`.
-        device: Where the program shall run; None for where it was traced.
+        device: Where the program shall run, of any number if it has none; None for where it was
+            traced.
 
     Returns:
-        The program, with its fake inputs on that type of device.
+        The program, with its fake inputs on that device.
     """
     from torch.export.passes import move_to_device_pass  # new in torch 2.6
 
     program = torch.export.load(io.BytesIO(serialised))
-    if device is None or all(fake.device.type == device.type for fake in input_fakes(program)):
+    if device is None or all(_is_on(device, fake) for fake in input_fakes(program)):
         return program
     program = move_to_device_pass(program, device)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             module.recompile()  # the pass changes only the nodes (torch 2.13)
     return program
+
+
+def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
+    same_type = tensor.device.type == device.type
+    return same_type and device.index in (None, tensor.device.index)
 
 
 def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:

@@ -20,7 +20,12 @@ from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
 from onediff_ext.engine.export import autocast
 from onediff_ext.engine.export.autocast import CudaAutocast
 from onediff_ext.engine.export.disabled_autocast import inline_disabled_autocast
-from onediff_ext.engine.export.exporter import export_block, load_program, save_program
+from onediff_ext.engine.export.exporter import (
+    export_block,
+    input_fakes,
+    load_program,
+    save_program,
+)
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
 
@@ -239,3 +244,22 @@ def test_moved_to_the_gpu_it_computes_as_under_autocast(
         expected = family.run(block.cuda(), tensors, dict(call.statics))
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@torch.no_grad()
+def test_a_program_traced_on_one_gpu_is_moved_to_another() -> None:
+    """The same file serves two GPUs of one kind: its constants and checks name a device."""
+    family, block, call = transformer()
+    saved, _ = exported(family, block, call, torch.float16)
+    on_second = save_program(load_program(saved, torch.device("cuda", 1)))
+    for wanted, found in (("cuda:0", 0), ("cuda:1", 1), ("cuda", 1)):
+        program = load_program(on_second, torch.device(wanted))
+        assert {fake.device for fake in input_fakes(program)} == {torch.device("cuda", found)}
+        named = {d for node in program.graph.nodes for d in devices_of(node)}
+        assert named <= {torch.device("cuda", found)}
+
+
+def devices_of(node: torch.fx.Node) -> list[torch.device]:
+    return [d for d in (*node.args, *node.kwargs.values()) if isinstance(d, torch.device)]
