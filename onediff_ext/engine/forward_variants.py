@@ -8,9 +8,11 @@ recorded as CUDA graphs, so it is kept by model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 
@@ -18,17 +20,24 @@ def _nothing() -> None:
     return None
 
 
+class KeptTensors(Protocol):
+    """Tensors that a forward writes and later ones read, at addresses that CUDA graphs freeze."""
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Return those that exist now."""
+
+
 class ForwardVariant(NamedTuple):
     """One way to compute a model's forward.
 
     Args:
         variant: Distinguishes it from the model's other ways.
-        keeps: What a CUDA graph of it has to keep alive.
+        keeps: What a CUDA graph of it has to keep alive. The memory counts as the CUDA graph's.
         note_replay: Called after a CUDA graph was replayed in place of the forward's Python code.
     """
 
     variant: Hashable
-    keeps: object
+    keeps: Sequence[KeptTensors]
     note_replay: Callable[[], None] = _nothing
 
 
@@ -66,6 +75,6 @@ def variant_of(model: nn.Module) -> ForwardVariant | None:
 
     return ForwardVariant(
         tuple((by, each.variant) for by, each in told),
-        tuple(each.keeps for _, each in told),
+        tuple(chain.from_iterable(each.keeps for _, each in told)),
         note_replay,
     )

@@ -148,12 +148,13 @@ class MemoryBudget:
         size_on = self._pool_bytes() if self._pool_bytes else None
         return self.free_bytes(device, size_on(device) if size_on else 0)
 
-    def allowed_bytes(self, device: torch.device, pool_bytes: int) -> int:
+    def allowed_bytes(self, device: torch.device, pool_bytes: int, kept_bytes: int = 0) -> int:
         """Return how much CUDA graphs may hold while a denoiser runs, in bytes.
 
         Args:
             device: The GPU.
-            pool_bytes: What they hold.
+            pool_bytes: What their pools hold.
+            kept_bytes: Tensors that they keep, which torch counts as used.
         """
         reading = self._read(device)
         if reading is None:
@@ -161,21 +162,23 @@ class MemoryBudget:
         limit = self._limit_bytes
         if limit is None:
             limit = reading.total // CUDA_GRAPHS_PART
-        return min(limit, pool_bytes + self._free(reading, pool_bytes) - MARGIN_BYTES)
+        held_bytes = pool_bytes + kept_bytes
+        return min(limit, held_bytes + self._free(reading, pool_bytes) - MARGIN_BYTES)
 
-    def must_give_back(self, device: torch.device, pool_bytes: int) -> bool:
+    def must_give_back(self, device: torch.device, held_bytes: int) -> bool:
         """Whether CUDA graphs hold memory that a picture has needed before.
 
         Args:
             device: The GPU.
-            pool_bytes: What they hold.
+            held_bytes: What they hold, in pools and in tensors that they keep. Where these were a
+                part of what the picture needed, they count twice: memory is given back early.
         """
         reading = self._read(device)
-        if reading is None or not pool_bytes:
+        if reading is None or not held_bytes:
             return False
         if device in self._ran_out:
             return True
-        return reading.free + reading.reserved - pool_bytes < self._peaks[device]
+        return reading.free + reading.reserved - held_bytes < self._peaks[device]
 
     def note_ran_out(self, device: torch.device) -> None:
         """Leave all memory of a device to others: it ran out where nothing could be repeated.

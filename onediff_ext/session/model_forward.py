@@ -140,7 +140,7 @@ class ModelForward(StandIn):
             run = partial(_run, captured)
             return self.prompt_work(run, captured.unrecorded, self.eager, args, kwargs)
         finally:
-            captured.variant = captured.keeps = None
+            captured.variant, captured.keeps = None, ()
 
 
 def _run(

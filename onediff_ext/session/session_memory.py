@@ -68,4 +68,5 @@ class SessionMemory:
         The pools of CUDA graphs come on top. torch, and so the hosts, count them as unused.
         """
         held = self._session.cuda_graphs.held_bytes()
-        return held["buffers"] + max(held["weights"], self._session.budget.derived_bytes())
+        derived_bytes = self._session.budget.derived_bytes()
+        return held["buffers"] + held["kept"] + max(held["weights"], derived_bytes)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.cuda_graphs.cache import CapturedGraph, CudaGraphCache
 from onediff_ext.engine.memory_budget import MARGIN_BYTES, MemoryBudget
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.hosts.diffusers.compile import compile_pipe, one_picture, undo_compile
 from onediff_ext.session.session import Session
 from tests.support import models
 from tests.support.draw import draw_latents
-from tests.support.fake_gpu import DEVICE, GB, FakeGpu
+from tests.support.fake_gpu import DEVICE, GB, MB, FakeGpu
 from tests.support.frozen_recorder import FrozenRecorder
 
 
@@ -79,6 +79,39 @@ def test_after_an_error_of_the_host_nothing_stays(gpu: FakeGpu, budget: MemoryBu
     assert not budget.must_give_back(DEVICE, GB)
     budget.note_ran_out(DEVICE)
     assert budget.must_give_back(DEVICE, GB)
+
+
+def test_tensors_that_cuda_graphs_keep_count_as_theirs(gpu: FakeGpu, budget: MemoryBudget) -> None:
+    gpu.tensors, gpu.pools = 3 * GB, GB  # 1 GB of these tensors is kept
+    assert budget.allowed_bytes(DEVICE, GB, GB) == 2 * GB
+    gpu.others = 3 * GB
+    assert budget.allowed_bytes(DEVICE, GB, GB) == 2 * GB  # and 1 GB is free
+    gpu.tensors = 4 * GB
+    assert budget.allowed_bytes(DEVICE, GB, GB) == 2 * GB - MARGIN_BYTES
+
+
+@pytest.mark.parametrize("kept_mb", [8, 16])
+def test_after_a_picture_kept_tensors_stay_only_in_memory_that_none_has_needed(
+    kept_mb: int,
+) -> None:
+    gpu = FakeGpu(640 * MB)
+    cuda_graphs = CudaGraphCache(SizedRecorder(gpu, 2 * MB), 8, MemoryBudget(gpu))
+    gpu.use(626 * MB)
+    tensor = torch.empty(kept_mb * MB, dtype=torch.uint8)
+    gpu.tensors = tensor.nbytes
+    inputs = [torch.zeros(1)]
+
+    class Kept:
+        def tensors(self) -> list[torch.Tensor]:
+            return [tensor]
+
+    def make(recorder: Any) -> CapturedGraph:
+        made = recorder.record(lambda: inputs[0] + 1, DEVICE)
+        return CapturedGraph(made, inputs, Any, {}, keeps=[Kept()])  # type: ignore[arg-type]
+
+    cuda_graphs.record("one", make, DEVICE)
+    assert cuda_graphs.settle() == (kept_mb == 16)
+    assert len(cuda_graphs) == (kept_mb == 8)
 
 
 class SizedRecorder(FrozenRecorder):

@@ -6,7 +6,7 @@ import torch
 
 from onediff_ext.engine.memory_budget import GpuMemory, MemoryReading
 
-GB = 2**30
+GB, MB = 2**30, 2**20
 DEVICE = torch.device("cpu")
 """Where the tests' models are."""
 

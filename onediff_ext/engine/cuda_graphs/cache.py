@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.cuda_graphs.static_buffers import StaticBuffers
 from onediff_ext.engine.cuda_graphs.text_kv_graph import TextKvGraph
+from onediff_ext.engine.forward_variants import KeptTensors
 from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.stopwatch import Stop
 from onediff_ext.engine.streams import StreamOrder
@@ -39,7 +40,7 @@ class CapturedGraph:
         owned_storages: All memory that the recording reads, except its own memory pool and the
             weights of the model.
         derived_places: Where weights lie that were made from others.
-        keeps: What else the recording points into.
+        keeps: What else the recording points into, such as features of DeepCache.
         checks: How many comparisons with the model's own forward it has passed.
         undecided_in: The epoch of the last comparison that decided nothing; None before any.
         share: Which part of a model's forward it is, above 0 and up to 1.
@@ -53,7 +54,7 @@ class CapturedGraph:
     text_kv_graphs: dict[int, TextKvGraph]
     owned_storages: Sequence[torch.UntypedStorage] = ()
     derived_places: Sequence[object] = ()
-    keeps: object = None
+    keeps: Sequence[KeptTensors] = ()
     checks: int = 0
     undecided_in: int | None = None
     share: float = 1.0
@@ -84,8 +85,8 @@ class CudaGraphCache:
     Args:
         recorder: Makes recordings.
         limit: Most whole forwards alive as CUDA graphs; 0 switches CUDA graphs off.
-        budget: Decides how much memory they may hold. When the pool has grown by more, all CUDA
-            graphs are dropped, since a pool releases memory only as a whole.
+        budget: Decides how much memory they may hold. When they hold more, all CUDA graphs are
+            dropped, since a pool releases memory only as a whole.
         spot_checks: Choose which replays in use are compared with eager again.
         found_wrong: Called with a model's class name and a reason when a replay that had passed
             its comparisons differs from eager.
@@ -112,7 +113,7 @@ class CudaGraphCache:
         self._recorder, self._limit, self.budget = recorder, limit, budget or MemoryBudget()
         self.budget.note_pools(self._bytes_on)
         self._alive: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
-        self._weight_bytes: int | None = None
+        self._tensor_bytes: dict[str, int] | None = None
         self.static_buffers = StaticBuffers()
         self.lock = threading.RLock()
         self.order = StreamOrder()
@@ -127,6 +128,15 @@ class CudaGraphCache:
     def size_bytes(self) -> int:
         """How much the pools have grown for the CUDA graphs alive."""
         return sum(map(self._bytes_on, self._devices))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the tensors that the CUDA graphs alive keep for later forwards."""
+        return sum(map(self._kept_on, self._devices))
+
+    def _kept_on(self, device: torch.device) -> int:
+        alive = [each for each in self._alive.values() if each.device == device]
+        return sum(_storages_kept(alive).values())
 
     def _bytes_on(self, device: torch.device) -> int:
         """How much one device's pool has grown for them."""
@@ -196,13 +206,13 @@ class CudaGraphCache:
         """
         while self._alive and self._shares() + share > self._limit + 1e-6:
             self.drop(next(iter(self._alive)), f"there were {self._limit} already")
-        held_bytes = self._bytes_on(device)
-        if held_bytes > self.budget.allowed_bytes(device, held_bytes):
-            self.drop_all("their memory pool has reached its limit")
+        pool_bytes, kept_bytes = self._bytes_on(device), self._kept_on(device)
+        if pool_bytes + kept_bytes > self.budget.allowed_bytes(device, pool_bytes, kept_bytes):
+            self.drop_all("their memory has reached its limit")
             if self.budget.allowed_bytes(device, 0) <= 0:
                 raise OutOfMemoryError("There is no free memory for a CUDA graph.")
         captured = make(self._recorder)
-        self._alive[key], self._weight_bytes = captured, None
+        self._alive[key], self._tensor_bytes = captured, None
         self._devices.add(device)
         self.made += 1
         return captured
@@ -255,7 +265,7 @@ class CudaGraphCache:
         with self.lock:
             count = len(self._alive)
             self._alive.clear()
-            self._weight_bytes = None
+            self._tensor_bytes = None
             self._forget()
             self._recorder.release_memory()
             if count:
@@ -271,8 +281,8 @@ class CudaGraphCache:
             How many were dropped.
         """
         with self.lock:
-            must_give_back = self.budget.must_give_back
-            if not any(must_give_back(device, self._bytes_on(device)) for device in self._devices):
+            held = {each: self._bytes_on(each) + self._kept_on(each) for each in self._devices}
+            if not any(self.budget.must_give_back(*each) for each in held.items()):
                 return 0
             return self.drop_all("the rest of the picture needs their memory")
 
@@ -301,20 +311,26 @@ class CudaGraphCache:
         """What CUDA graphs hold, by name, in bytes.
 
         ``"pools"`` are the pools' own memory, which torch counts as unused. The rest are tensors:
-        ``"buffers"`` for inputs and outputs, and ``"weights"`` with LoRAs merged or in 8 bits.
+        ``"buffers"`` for inputs and outputs, what is ``"kept"`` by one forward for later ones, and
+        ``"weights"`` with LoRAs merged or in 8 bits.
         """
         with self.lock:
-            if self._weight_bytes is None:  # a host asks before each step
-                storages = {
+            if self._tensor_bytes is None:  # a host asks before each step
+                kept = _storages_kept(self._alive.values())
+                weights = {
                     storage.data_ptr(): storage.nbytes()
                     for captured in self._alive.values()
                     for storage in captured.owned_storages
+                    if storage.data_ptr() not in kept
                 }
-                self._weight_bytes = sum(storages.values())
+                self._tensor_bytes = {
+                    "kept": sum(kept.values()),
+                    "weights": sum(weights.values()),
+                }
             return {
                 "pools": self.size_bytes,
                 "buffers": self.static_buffers.size_bytes,
-                "weights": self._weight_bytes,
+                **self._tensor_bytes,
             }
 
     def _shares(self) -> float:
@@ -325,7 +341,14 @@ class CudaGraphCache:
         self._recorder.forget()
 
     def _note(self, count: int, reason: str) -> None:
-        self._weight_bytes = None
+        self._tensor_bytes = None
         text = f"{counted(count, 'CUDA graph')} dropped: {reason}"
         self.dropped.append(text)
         logger.info("%s", text)
+
+
+def _storages_kept(graphs: Iterable[CapturedGraph]) -> dict[int, int]:
+    """The size of each storage that CUDA graphs keep for later forwards, by address."""
+    tensors = [t for graph in graphs for kept in graph.keeps for t in kept.tensors()]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

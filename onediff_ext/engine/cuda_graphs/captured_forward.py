@@ -27,6 +27,7 @@ from onediff_ext.engine.cuda_graphs.recording_gain import RecordingGain
 from onediff_ext.engine.cuda_graphs.recording_policy import RecordingPolicy
 from onediff_ext.engine.cuda_graphs.replay_checks import UNDECIDED, ReplayChecks
 from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
+from onediff_ext.engine.forward_variants import KeptTensors
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import OutOfMemoryError, is_dynamo_tracing
@@ -56,9 +57,8 @@ class CapturedForward(StandIn):
     Attributes:
         model, eager: As given; `eager` is the forward.
         active: False lets every call through.
-        variant: What else decides the computation; set between calls by the code that changes it.
-            The model may consist of other modules in each variant.
-        keeps: What a CUDA graph of this variant has to keep alive; set together with it.
+        variant, keeps: Of the `ForwardVariant` of the next call; set between calls. The model may
+            consist of other modules in each variant.
         reason: Why sizes like the last call's are not replayed, or "".
         replayed: Whether the last call was replayed and needed no comparison.
         replayed_from: The CUDA graph of the last call, if that was so. While calls are replayed
@@ -89,7 +89,7 @@ class CapturedForward(StandIn):
         )
         self.active = True
         self.variant: Hashable = None
-        self.keeps: object = None
+        self.keeps: Sequence[KeptTensors] = ()
         self.reason, self.replayed, self._records = "", False, True
         self._replayed_from: weakref.ref[CapturedGraph] | None = None
 

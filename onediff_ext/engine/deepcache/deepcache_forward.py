@@ -259,7 +259,7 @@ class DeepCache(StandIn):
     def _set_current(self, current: tuple[str, Feature] | None) -> None:
         """Set what runs now, also for a captured forward inside."""
         self._current = current
-        told = None if current is None else ForwardVariant(self.variant, self.feature)
+        told = None if current is None else ForwardVariant(self.variant, (current[1],))
         set_variant(self.model, told)
 
     def _is_of_one_picture(self, call: UNetCall) -> bool:

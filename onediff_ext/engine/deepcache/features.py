@@ -63,10 +63,14 @@ class Feature:
         with torch.no_grad():
             tensor.copy_(value)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """As `KeptTensors.tensors`."""
+        return [] if self.tensor is None else [self.tensor]
+
     @property
     def size_bytes(self) -> int:
         """Memory that its tensor takes."""
-        return 0 if self.tensor is None else self.tensor.numel() * self.tensor.element_size()
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 class Features:

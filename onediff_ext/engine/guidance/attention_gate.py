@@ -60,6 +60,10 @@ class AttentionOutputs:
         self.picture: object = None
         self._is_replayed = self._was_whole = False
 
+    def tensors(self) -> list[torch.Tensor]:
+        """As `KeptTensors.tensors`."""
+        return [kept.tensor for kept in self.each if kept.tensor is not None]
+
     def begin(self, picture: object) -> None:
         """Begin a step that writes them.
 
@@ -199,7 +203,8 @@ class AttentionGate:
                     stack.callback(setattr, runner, "attention", None)
                     runner.attention = attention
             stack.callback(set_variant, self._model, None, _GATE)
-            set_variant(self._model, ForwardVariant(variant, outputs, outputs.note_replay), _GATE)
+            told = ForwardVariant(variant, (outputs,), outputs.note_replay)
+            set_variant(self._model, told, _GATE)
             with self._shared.mode.set(mode):
                 yield
 

@@ -44,6 +44,7 @@ class GuidedCall(NamedTuple):
         of_prompt: Keyword arguments that a call of the prompt's half gets in place of the call's
             own. All others are halved.
         prompt: Identifies the prompt: equal for steps with the same one.
+        is_last: Whether it is known that the picture has no call after it. A VAE needs memory then.
     """
 
     step: int
@@ -52,6 +53,7 @@ class GuidedCall(NamedTuple):
     is_prompt_first: bool = False
     of_prompt: Mapping[str, Any] = MappingProxyType({})
     prompt: Hashable = None
+    is_last: bool = False
 
 
 # Tells what a call is, or why it has to run whole. Reads no tensor's values.
@@ -143,7 +145,8 @@ class GuidedForward(StandIn):
             return self._prompt_alone(call, args, kwargs)
         self.counts["guidance"] += 1
         run = partial(self._inner, *args, **kwargs)
-        if self.gate is not None and self._options.keeps_attention(call.step, call.steps):
+        is_kept = self._options.keeps_attention(call.step, call.steps) and not call.is_last
+        if self.gate is not None and is_kept:
             return self.gate.keep(call.latents, call.prompt, run)
         output = run()
         if self._options.method != "adaptive":
@@ -167,6 +170,8 @@ class GuidedForward(StandIn):
         run = partial(self._inner, *half.args, **half.kwargs, **call.of_prompt)
         gate = self.gate
         output = run() if gate is None else gate.freeze(call.latents, call.prompt, run)
+        if gate is not None and call.is_last:
+            gate.forget()
         containers.apply(half.containers.changes() or ())
         return joined(output, output)
 

@@ -143,7 +143,8 @@ class _PipelineCalls:
         left = len(self._timesteps) - self._first
         prompt = self._prompt_number(given.get("encoder_hidden_states"))
         step, steps = (place - self._first) // order, -(-left // order)
-        return GuidedCall(step, steps, latents, prompt=prompt)
+        is_last = place == len(self._timesteps) - 1
+        return GuidedCall(step, steps, latents, prompt=prompt, is_last=is_last)
 
     def _prompt_number(self, text: object) -> int:
         """Another number for another tensor, or one that was written to."""

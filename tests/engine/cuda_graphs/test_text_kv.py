@@ -265,7 +265,7 @@ def test_what_was_recorded_later_outlasts_a_replay_of_what_was_recorded_before(
     step = inputs(unet, seed=4)
     with session.picture():
         for turn in range(12):
-            set_variant(unet, ForwardVariant(("deep", "shallow")[turn % 2], keeps=None))
+            set_variant(unet, ForwardVariant(("deep", "shallow")[turn % 2], keeps=()))
             assert_right(captured_pipe, next_step(step, turn))
             assert turn < 8 or forward.reason == ""
     set_variant(unet, None)

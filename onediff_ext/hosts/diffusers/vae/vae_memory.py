@@ -54,12 +54,16 @@ class DeviceMemory:
             return None
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + max(0, unused - self.cuda_graph_bytes())
+        state = compiled_state(self._pipe)
+        pool_bytes = 0 if state is None else state.session.cuda_graphs.size_bytes
+        return int(free) + max(0, unused - pool_bytes)
 
     def cuda_graph_bytes(self) -> int:
         """Return the bytes that CUDA graphs hold; they can be recorded again."""
         state = compiled_state(self._pipe)
-        return 0 if state is None else state.session.cuda_graphs.size_bytes
+        if state is None:
+            return 0
+        return state.session.cuda_graphs.size_bytes + state.session.cuda_graphs.kept_bytes
 
     def drop_cuda_graphs(self) -> None:
         """Drop all CUDA graphs to free their memory."""

@@ -176,7 +176,8 @@ def note_features(_):
 def feature_sizes():
     objects = gc.get_objects()
     found = [one for one in objects if type(one).__name__ == "Feature"]
-    read = {id(one.keeps) for one in objects if type(one).__name__ == "CapturedGraph"}
+    graphs = [one for one in objects if type(one).__name__ == "CapturedGraph"]
+    read = {id(kept) for graph in graphs for kept in graph.keeps}
     sizes = [(one.size_bytes, id(one) in read) for one in found]
     return {
         "all": sum(size for size, _ in sizes),
