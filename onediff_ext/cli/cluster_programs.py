@@ -318,7 +318,8 @@ class _WarmedUp(_OpenModel):
         super().__init__(
             program.arguments, program.identity, name, exchange, prepared, hold_builds=True
         )
-        self._report = pipe_warm_up(self._model.image_generator.pipe, program.shapes).run()
+        pipe, steps = self._model.image_generator.pipe, program.arguments.guidance_steps
+        self._report = pipe_warm_up(pipe, program.shapes, guidance_steps=steps).run()
         if self._shared is not None:
             self._shared.push()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onediff_ext.core.deepcache_options import COST, LEVELS, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
@@ -67,12 +67,9 @@ def add_draw_arguments(
         help="the same for transformers, by diffusers: first-block:0.08, mag-cache:0.06 or"
         " taylorseer-lite:5 (default: off)",
     )
-    group.add_argument(
-        "--guidance-steps",
-        type=_guidance_steps,
-        default="off",
-        metavar="STEPS",
-        help="compute CFG in a part of the steps only: the others take half of the work, and"
+    add_guidance_steps(
+        group,
+        "compute CFG in a part of the steps only: the others take half of the work, and"
         " pictures differ. interval:0-0.6 for the first 60 %% of the steps, adaptive:0.991 until"
         " prompt and negative prompt predict alike, gate:0.4 for 40 %% with cross-attention frozen"
         " afterwards (default: off, which is all steps)",
@@ -84,6 +81,18 @@ def add_draw_arguments(
             default=0.6,
             help="denoising strength, above 0 and up to 1 (default: %(default)s)",
         )
+
+
+def add_guidance_steps(group: Any, text: str) -> None:
+    """Add ``--guidance-steps``.
+
+    Args:
+        group: A parser, or a group of its options.
+        text: The help.
+    """
+    group.add_argument(
+        "--guidance-steps", type=_guidance_steps, default="off", metavar="STEPS", help=text
+    )
 
 
 def _seed(text: str) -> int:

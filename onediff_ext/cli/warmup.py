@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import named_path, positive_count, required_sizes
 from onediff_ext.cli.cluster_arguments import add_cluster_arguments
+from onediff_ext.cli.draw_arguments import add_guidance_steps
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
@@ -50,6 +51,10 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="then build graphs again with more effort, and keep the faster ones (on GPUs)",
     )
+    add_guidance_steps(
+        parser,
+        "those of the pictures to come, such as gate:0.4: builds what they need too (default: off)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     add_model_arguments(parser)
     add_cluster_arguments(parser)
@@ -86,11 +91,13 @@ def _run(
     progress = _StageProgress()
     try:
         pipe = model.image_generator.pipe
-        report = pipe_warm_up(pipe, shapes, progress).run()
+        steps = arguments.guidance_steps
+        report = pipe_warm_up(pipe, shapes, progress, guidance_steps=steps).run()
         if arguments.tune:
             progress.close()
             if _tune(session):
-                measured = pipe_warm_up(pipe, shapes, progress).run()  # and compares new graphs
+                again = pipe_warm_up(pipe, shapes, progress, guidance_steps=steps)
+                measured = again.run()  # and compares new graphs
                 report.sizes = measured.sizes
     finally:
         progress.close()

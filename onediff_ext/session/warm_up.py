@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -51,6 +52,8 @@ class WarmUp:
         give_way: Whether somebody waits for a picture; asked between steps and during builds. The
             warm-up ends then, and builds go on in the background.
         measured_before: Sizes that earlier passes have measured, for the progress.
+        guided: Runs the forwards that guidance steps bring, as `step` does those with guidance;
+            None where pictures have none. They are built and captured, and not measured.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class WarmUp:
         listen: WarmUpListener | None = None,
         give_way: Callable[[], bool] = lambda: False,
         measured_before: int = 0,
+        guided: Callable[[BatchShape, torch.Generator], object] | None = None,
     ) -> None:
         self._session, self._components = session, list(components)
-        self._forward, self._others = step, others
+        self._forward, self._others, self._guided = step, others, guided
         self._shapes, self._device = list(dict.fromkeys(shapes)), device
         self._listen, self._give_way = listen, give_way
         self._noise = torch.Generator().manual_seed(0)  # the host's own generators stay unchanged
@@ -148,6 +152,8 @@ class WarmUp:
     def _everything(self, shape: BatchShape) -> None:
         self._others()
         self._step(shape)
+        if self._guided is not None:
+            self._guided(shape, self._noise)
 
     def _for_each_shape(self, stage: str, do: Callable[[BatchShape], None]) -> None:
         start = time.monotonic()
@@ -165,11 +171,20 @@ class WarmUp:
     def _capture(self, shape: BatchShape) -> None:
         if self._session.cuda_graphs.unavailable_reason(self._device) is not None:
             return
+
+        def step() -> None:
+            seconds = self._timed(shape)
+            self._first_s.setdefault(shape, seconds)
+
+        self._repeat_until_replayed(step)
+        if self._guided is not None:
+            self._repeat_until_replayed(partial(self._guided, shape, self._noise))
+
+    def _repeat_until_replayed(self, run: Callable[[], object]) -> None:
         for _ in range(_MOST_FORWARDS):
             if self._stops():
                 return
-            seconds = self._timed(shape)
-            self._first_s.setdefault(shape, seconds)
+            run()
             if all(c.captured is None or c.captured.replayed for c in self._components):
                 return
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
@@ -87,6 +88,7 @@ class StandalonePanelHost(PanelHost):
                     left,
                     give_way=self.standalone_app.is_waited_for,
                     measured_before=len(shapes) - len(left),
+                    guidance_steps=GuidanceOptions.parse(choices.guidance_steps),
                 )
                 return self._control.run(warm_up)
 

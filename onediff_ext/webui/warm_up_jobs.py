@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+import torch
+
+from onediff_ext.core.components import Role
+from onediff_ext.core.guidance_options import ALL_STEPS, GuidanceOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine.guidance.sample_steps import run_sample_steps
 from onediff_ext.session.warm_up import WarmUp
 from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
 from onediff_ext.session.warm_up_report import WarmUpReport
@@ -29,6 +35,7 @@ class WarmUpJobs:
         shapes: Sequence[BatchShape],
         options: CompileOptions,
         ignores: frozenset[str] = frozenset(),
+        guidance_steps: GuidanceOptions = ALL_STEPS,
     ) -> WarmUpReport | None:
         """Make and measure everything that pictures of these sizes need, and wait for it.
 
@@ -39,6 +46,7 @@ class WarmUpJobs:
             shapes: Sizes and pictures at once.
             options, ignores: As in `GraphsForJobs.begin`; missing graphs are built whatever
                 `options.build` says.
+            guidance_steps: Of the pictures.
 
         Returns:
             What was done; None when nothing could be done, for a reason that
@@ -62,7 +70,9 @@ class WarmUpJobs:
                 job = _WarmUpJob()
                 try:
                     with self._graphs.eager.on_failure():
-                        reports.append(self._pass(job, left, options, ignores, len(shapes)))
+                        measured = len(shapes) - len(left)
+                        done = self._pass(job, left, options, ignores, guidance_steps, measured)
+                        reports.append(done)
                 finally:
                     self._graphs.end(job)
 
@@ -86,7 +96,8 @@ class WarmUpJobs:
         shapes: Sequence[BatchShape],
         options: CompileOptions,
         ignores: frozenset[str],
-        wanted: int,
+        guidance_steps: GuidanceOptions,
+        measured: int,
     ) -> WarmUpReport | None:
         graphs, host = self._graphs, self._host
 
@@ -105,9 +116,24 @@ class WarmUpJobs:
             shapes,
             parameter.device,
             give_way=host.is_waited_for,
-            measured_before=wanted - len(shapes),
+            measured_before=measured,
+            guided=self._guided(guidance_steps),
         )
         return self._control.run(warm_up)
+
+    def _guided(
+        self, options: GuidanceOptions
+    ) -> Callable[[BatchShape, torch.Generator], None] | None:
+        """What to run for guidance steps; None where pictures of the UNet have none."""
+        components = [attachment.component for attachment in self._graphs.models.denoisers]
+        unet = next((each for each in components if each.role is Role.UNET), None)
+        if unet is None or unet.foreign or not options.is_on:
+            return None
+
+        def run(shape: BatchShape, noise: torch.Generator) -> None:
+            run_sample_steps(unet.model, options, partial(self._host.step, shape, noise))
+
+        return run
 
 
 class _WarmUpJob:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.panel_host import PanelHost
@@ -103,11 +104,12 @@ class WebUIPanelHost(PanelHost):
         shapes = self.warm_up_shapes(choices)
         extension = self._extension()
         options = extension.compile_options(choices)
+        guidance_steps = GuidanceOptions.parse(choices.guidance_steps)
 
         def work() -> WarmUpReport:
             if extension.graphs.builds_are_paused:
                 self.go_on()
-            report = extension.warm_ups.run(shapes, options, choices.ignores)
+            report = extension.warm_ups.run(shapes, options, choices.ignores, guidance_steps)
             if report is None:
                 reasons = self.status().reasons or ("nothing of it can be built here",)
                 raise OptionError(f"Nothing was warmed up: {reasons[0]}.")

@@ -181,6 +181,17 @@ def test_warmup(command_line: CommandLine, tmp_path: Path) -> None:
     assert "no graph is stored, and none may be built" in none.out
 
 
+def test_warmup_builds_what_a_gate_needs(command_line: CommandLine, tmp_path: Path) -> None:
+    for built, loaded, more in (
+        (KINDS, 0, ()),
+        (2, KINDS, ("--guidance-steps", "gate:0.4")),
+        (0, KINDS, ("--guidance-steps", "interval:0-0.4")),
+    ):
+        ended = command_line("warmup", "64x64", *more, store=tmp_path)
+        assert ended.status == 0
+        assert f"{built} graphs built, {loaded} loaded in " in ended.out
+
+
 def test_warmup_tunes_where_the_backend_can(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

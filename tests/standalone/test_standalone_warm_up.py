@@ -31,6 +31,7 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
 
     def counted(pipe: Any, shapes: list[BatchShape], **more: Any) -> Any:
         passes.append(list(shapes))
+        assert str(more["guidance_steps"]) == "gate:0.4"
         return made(pipe, shapes, **more)
 
     monkeypatch.setattr(host_module, "pipe_warm_up", counted)
@@ -41,7 +42,7 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     panel_host = StandalonePanelHost(standalone_app, tmp_path / "out")
     choices = Choices.parse(
         {"enabled": True, "preset": "Custom", "backend": "eager", "vae": "ignore all",
-         "sizes": "64x64, 72x64"}
+         "sizes": "64x64, 72x64", "guidance_steps": "gate:0.4"}
     )  # fmt: skip
     had_its_turn = threading.Event()
 

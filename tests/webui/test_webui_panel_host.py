@@ -8,7 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onediff_ext.core.guidance_options import GuidanceOptions
+from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine import torch_versions
+from onediff_ext.panel.choices import Choices
+from onediff_ext.session.warm_up_report import WarmUpReport
 from onediff_ext.webui.extension import Extension
 from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 
@@ -43,3 +47,21 @@ def test_import_goes_with_the_hosts_access_to_extensions(host: SimpleNamespace) 
     assert panel_host.no_import_reason() is None
     host.shared.cmd_opts.disable_extension_access = True
     assert "--enable-insecure-extension-access" in (panel_host.no_import_reason() or "")
+
+
+def test_build_now_builds_for_the_guidance_steps_of_the_panel(
+    host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def run(*arguments: object) -> WarmUpReport:
+        given.extend(arguments)
+        return WarmUpReport()
+
+    monkeypatch.setattr(host.extension.warm_ups, "run", run)
+    panel_host = WebUIPanelHost(lambda: host.extension)
+    chosen = {"enabled": True, "preset": "Custom", "guidance_steps": "gate:0.4"}
+    choices = Choices.parse({**chosen, "sizes": "64x64"})
+    assert list(panel_host.warm_up(choices))
+    assert given[0] == [BatchShape(64, 64)]
+    assert given[-1] == GuidanceOptions.parse("gate:0.4")

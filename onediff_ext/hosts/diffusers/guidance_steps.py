@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.guidance_options import GuidanceOptions
+from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.guidance.guided_forward import GuidedCall, GuidedForward
+from onediff_ext.engine.guidance.sample_steps import run_sample_steps
 from onediff_ext.engine.timesteps import are_of_one_tensor
 from onediff_ext.engine.torch_compile import TORCH_COMPILES, compiled_modules
 from onediff_ext.engine.validity.tensor_contents import version_of
@@ -46,6 +48,7 @@ _KNOWN = frozenset(
         *("down_intrablock_additional_residuals", "block_controlnet_hidden_states"),
     }
 )
+_layer_reason = partial(processor_eager_reason, pure=PURE_PROCESSORS)
 _POSITIONS = ("sample", "timestep", "encoder_hidden_states")  # of a UNet; transformers get names
 
 
@@ -95,14 +98,37 @@ def guidance_steps_for(pipe: Any, options: GuidanceOptions) -> Iterator[GuidedFo
         yield None
         return
     model = denoiser_of(pipe)
-    layer_reason = partial(processor_eager_reason, pure=PURE_PROCESSORS)
-    forward = GuidedForward(model, options, _PipelineCalls(pipe), layer_reason)
+    forward = GuidedForward(model, options, _PipelineCalls(pipe), _layer_reason)
     if compiled_modules(model):  # Dynamo sees no Python code of ours
         forward.reason = TORCH_COMPILES
         yield forward
         return
     with forward.drawing():
         yield forward
+
+
+def guided_samples(
+    pipe: Any, options: GuidanceOptions, step: Callable[[BatchShape, torch.Generator], object]
+) -> Callable[[BatchShape, torch.Generator], object] | None:
+    """Return what a warm-up runs for the guidance steps of pictures; None for nothing.
+
+    Args:
+        pipe: A compiled pipeline.
+        options: Of the pictures.
+        step: As for `WarmUp`.
+
+    Raises:
+        OptionError: As `check_guidance_steps`.
+    """
+    model = denoiser_of(pipe)
+    is_distilled = getattr(model.config, "time_cond_proj_dim", None)
+    if not check_guidance_steps(pipe, options).is_on or is_distilled or compiled_modules(model):
+        return None
+
+    def run(shape: BatchShape, noise: torch.Generator) -> None:
+        run_sample_steps(model, options, partial(step, shape, noise), _layer_reason)
+
+    return run
 
 
 def _has_known_batch(pipe: object) -> bool:

@@ -10,8 +10,10 @@ import torch
 
 from onediff_ext.core.components import Role
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compiled_state
+from onediff_ext.hosts.diffusers.guidance_steps import guided_samples
 from onediff_ext.hosts.diffusers.probe import denoiser_inputs, probe
 from onediff_ext.session.warm_up import WarmUp
 from onediff_ext.session.warm_up_report import WarmUpListener
@@ -23,15 +25,18 @@ def pipe_warm_up(
     listen: WarmUpListener | None = None,
     give_way: Callable[[], bool] = lambda: False,
     measured_before: int = 0,
+    guidance_steps: GuidanceOptions | None = None,
 ) -> WarmUp:
     """Create the warm-up of a compiled pipeline; call its `run`.
 
     Args:
         pipe: A pipeline compiled by `compile_pipe`.
         shapes, listen, give_way, measured_before: See `WarmUp`.
+        guidance_steps: Of the pictures that will be drawn; None for those of `compile_pipe`.
 
     Raises:
-        OptionError: The pipeline is not compiled, or its denoiser is not known.
+        OptionError: The pipeline is not compiled, its denoiser is not known, or it cannot have
+            these guidance steps.
     """
     compiled = compiled_state(pipe)
     if compiled is None:
@@ -53,6 +58,7 @@ def pipe_warm_up(
         with torch.no_grad():
             model(**inputs)
 
+    steps = compiled.guidance_steps if guidance_steps is None else guidance_steps
     others = partial(probe, pipe, without=[role for role in Role if role.is_denoiser])
     return WarmUp(
         compiled.session,
@@ -64,4 +70,5 @@ def pipe_warm_up(
         listen,
         give_way,
         measured_before,
+        guided_samples(pipe, steps, step),
     )

@@ -10,6 +10,7 @@ import torch
 
 from onediff_ext.core.guidance_options import ALL_STEPS, GuidanceOptions
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.guidance.attention_gate import (
     CHANGED,
@@ -17,6 +18,7 @@ from onediff_ext.engine.guidance.attention_gate import (
     NO_ATTENTION,
     NOT_KEPT,
 )
+from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 from tests.support.deepcache_webui_host import ADAPTERS, MEDIUM, DeepCacheWebUI, Job
 from tests.support.running_stand_in import running_stand_in
 from tests.support.sampler_stand_in import Entry, FakeDenoiser
@@ -210,3 +212,18 @@ def test_a_unet_without_known_blocks_leaves_guidance_alone_out(
     assert said(other) == f"Guidance left out, cross-attention in 0 calls: {NO_ATTENTION}"
     draw(other, GATE, MEDIUM)
     assert "UNet calls shallow" in other.graphs.status().line()
+
+
+def test_a_warm_up_builds_what_the_first_picture_needs(host: OwnBlocks) -> None:
+    before, expected = host.attributes(), by_hand(host)
+    warm_ups, shapes = WarmUpJobs(host.graphs), [BatchShape(72, 136, 2)]
+    assert warm_ups.run(shapes, host.options) is not None
+    assert not attended(host)
+    assert warm_ups.run(shapes, host.options, guidance_steps=GATE) is not None
+    assert [kind.state for kind in attended(host)] == [KindState.READY]
+    assert host.attributes() == before
+    session = host.graphs.session
+    assert session is not None
+    built = session.count("built")
+    assert alike(draw(host, GATE), expected)
+    assert session.count("built") == built
