@@ -26,7 +26,7 @@ def controlled(webui: WebUI, photo: np.ndarray) -> Any:
     if not models:
         pytest.skip("the WebUI has no ControlNet model")
 
-    def draw(accelerated: bool, photo: np.ndarray, unit: dict[str, Any], **job: Any) -> Any:
+    def draw(accelerated: Any, photo: np.ndarray, unit: dict[str, Any], **job: Any) -> Any:
         unit = {
             "enabled": True,
             "module": "None",
@@ -87,6 +87,29 @@ def test_controlnet_with_deepcache(
     assert 0.3 < part / calls < 0.7
     assert_identical(controlled(cached(), photo, unit, **job), first)
     assert 0 < difference(first, plain) < 0.8 * difference(other, plain)
+
+
+@pytest.mark.parametrize("steps", ["interval:0-0.5", "gate:0.4"])
+def test_controlnet_with_guidance_steps(
+    webui: WebUI, controlled: Any, photo: np.ndarray, steps: str
+) -> None:
+    job = {"steps": STEPS, "sampler_name": "DPM++ 2M"}
+    guided = {"enabled": True, "preset": "Custom", "guidance_steps": steps}
+    for _ in range(2):
+        controlled(guided, photo, {}, **job)
+        webui.settle()
+    other = controlled(True, photo, {}, **{**job, "seed": 4711, "prompt": "a dog on green grass"})
+    plain = controlled(True, photo, {}, **job)
+    first = controlled(guided, photo, {}, **job)
+    said = webui.status()["guidance"]
+    what = "Guidance and cross-attention" if steps.startswith("gate") else "Guidance"
+    alone = STEPS - (5 if steps.startswith("gate") else 6)
+    assert said == f"{what} left out in {alone} of {STEPS} UNet calls"
+    assert 0 < difference(first, plain) < difference(other, plain)
+    uncontrolled = webui.draw(guided, **job)
+    assert difference(first, uncontrolled) > 0
+    assert_identical(controlled(guided, photo, {}, **job), first)
+    assert_identical(controlled(True, photo, {}, **job), plain)
 
 
 def test_hires_fix_with_another_checkpoint(webui: WebUI, checkpoints: list[str]) -> None:
