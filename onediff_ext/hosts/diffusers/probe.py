@@ -67,15 +67,18 @@ def denoiser_inputs(
         return transformer_inputs(
             model, generator, pictures=pictures, height_px=height_px, width_px=width_px
         )
+    # A model that was distilled from guidance takes its scale as an input.
+    is_distilled = getattr(model.config, "time_cond_proj_dim", None) is not None
+    batch = pictures if is_distilled else 2 * pictures
     inputs = unet_inputs(
         model,
         generator,
-        batch=2 * pictures,
+        batch=batch,
         height_latent=height_px // CELL_PX,
         width_latent=width_px // CELL_PX,
     )
     if hasattr(model, "controlnet_cond_embedding"):
-        image = torch.rand(2 * pictures, 3, height_px, width_px, generator=generator)
+        image = torch.rand(batch, 3, height_px, width_px, generator=generator)
         inputs["controlnet_cond"] = image.to(next(model.parameters()))
     return inputs
 

@@ -13,6 +13,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compiled_state
+from onediff_ext.hosts.diffusers.denoiser_calls import as_in_pipelines, timestep_dtype_of
 from onediff_ext.hosts.diffusers.guidance_steps import guided_samples
 from onediff_ext.hosts.diffusers.probe import denoiser_inputs, probe
 from onediff_ext.session.warm_up import WarmUp
@@ -49,14 +50,17 @@ def pipe_warm_up(
             f"{type(model).__name__} cannot be warmed up.", "Draw a picture of each size instead."
         )
 
+    timestep_dtype = timestep_dtype_of(getattr(pipe, "scheduler", None))
+
     def step(shape: BatchShape, noise: torch.Generator) -> None:
         height_px, width_px = shape.height_px, shape.width_px
         inputs = denoiser_inputs(
             model, noise, pictures=shape.batch, height_px=height_px, width_px=width_px
         )
         assert inputs is not None
+        args, kwargs = as_in_pipelines(model, inputs, timestep_dtype)
         with torch.no_grad():
-            model(**inputs)
+            model(*args, **kwargs)
 
     steps = compiled.guidance_steps if guidance_steps is None else guidance_steps
     others = partial(probe, pipe, without=[role for role in Role if role.is_denoiser])
