@@ -163,8 +163,11 @@ class A1111Host(WebUIHost):
             features = unet.label_emb[0][0].in_features
             extra["y"] = torch.randn(count, features, generator=noise).to(**form)
         timesteps = torch.randint(1000, (1,), generator=noise).to(**form).repeat(count)
+        # A CUDA graph serves one form of call. sgm passes timesteps by name, ldm by place.
+        is_sgm = getattr(model, "is_sdxl", False)
+        args, named = ((x,), {"timesteps": timesteps}) if is_sgm else ((x, timesteps), {})
         with torch.no_grad(), devices.autocast():
-            unet(x, timesteps, context=context, **extra)
+            unet(*args, **named, context=context, **extra)
 
     def vae_step(self) -> None:
         from modules import devices

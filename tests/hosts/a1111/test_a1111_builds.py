@@ -124,6 +124,20 @@ def test_warm_up_builds_without_drawing(
     assert torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.parametrize("is_sdxl", [False, True])
+def test_a_warm_up_calls_the_unet_as_the_sampler_does(host: A1111StandIn, is_sdxl: bool) -> None:
+    """Seen in the running A1111: ``timesteps`` by place with ldm's UNet, by name with sgm's."""
+    calls = []
+    unet = host.model.model.diffusion_model
+    unet.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    host.model.is_sdxl = is_sdxl
+    A1111Host().step(BatchShape(64, 64), torch.Generator().manual_seed(0))
+    ((args, kwargs),) = calls
+    assert (len(args), list(kwargs)) == (
+        (1, ["timesteps", "context"]) if is_sdxl else (2, ["context"])
+    )
+
+
 def test_a_warm_up_leaves_the_reasons_of_the_last_picture(
     host: A1111StandIn, graphs: GraphsForJobs, options: CompileOptions, job: Any
 ) -> None:
