@@ -149,6 +149,7 @@ def test_an_exception_leaves_every_attribute(webui: WebUI, forward: int) -> None
 
 @pytest.mark.parametrize("steps", [PART, "adaptive:0.9", "gate:0.4"])
 def test_infotext_names_it(webui: WebUI, steps: str) -> None:
+    webui.draw(guided(steps), steps=STEPS)  # then there are graphs for blocks after a gate too
     drawn = webui.draw(guided(steps), steps=STEPS)
     assert f'OneDiff guidance steps: "{steps}"' in drawn.infotexts[0].split(", ")
     assert "OneDiff guidance steps" not in webui.draw(True, steps=STEPS).infotexts[0]
