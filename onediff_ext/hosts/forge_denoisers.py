@@ -80,6 +80,38 @@ def denoiser_of(model: nn.Module, known: Mapping[str, Denoiser]) -> Denoiser | N
     return known.get(type(model).__name__)
 
 
+def as_in_sampling(
+    arguments: Mapping[str, Any], images: int, options: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call in the form that the hosts' samplers give it.
+
+    A CUDA graph serves calls of one form.
+
+    Args:
+        arguments: From `Denoiser.arguments`: latents and timesteps [images, or twice as many]
+            first.
+        images: Images of the call without CFG.
+        options: The ``transformer_options`` that the host keeps with the model.
+
+    Returns:
+        Positional and keyword arguments. With CFG, the negative prompt's half comes first.
+    """
+    (x, timesteps), named = list(arguments.values())[:2], dict(list(arguments.items())[2:])
+    parts = [0] if len(x) == images else [1, 0]  # 0 is the prompt's
+    marks = [part for part in parts for _ in range(images)]
+    told = {
+        **options,
+        "cond_or_uncond": parts,
+        "sigmas": timesteps[:images],
+        "cond_mark": torch.tensor(marks).to(timesteps),
+        "cond_indices": [place for place, mark in enumerate(marks) if mark == 0],
+        "uncond_indices": [place for place, mark in enumerate(marks) if mark == 1],
+    }
+    known = {"context": named.pop("context"), "control": named.pop("control", None)}
+    named.pop("transformer_options")
+    return (x, timesteps), {**known, "transformer_options": told, **named}
+
+
 def _unet(model: Any, noise: StepNoise) -> dict[str, Any]:
     # x [2B, C, H/8, W/8], context [2B, 77, D], y [2B, A] on SDXL only
     count = 2 * noise.images

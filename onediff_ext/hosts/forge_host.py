@@ -18,7 +18,13 @@ from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
-from onediff_ext.hosts.forge_denoisers import UNETS, Denoiser, StepNoise, denoiser_of
+from onediff_ext.hosts.forge_denoisers import (
+    UNETS,
+    Denoiser,
+    StepNoise,
+    as_in_sampling,
+    denoiser_of,
+)
 from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
 from onediff_ext.hosts.forge_weight_functions import LowVramPatches
 from onediff_ext.hosts.pinned_moves import PinnedMoves
@@ -132,6 +138,16 @@ class ForgeFamilyHost(WebUIHost):
         loaded = self.loaded_model()
         return loaded if forge_objects(loaded) is not None else None
 
+    def transformer_options(self, unet: Any) -> Mapping[str, Any]:
+        """Return what the host's samplers pass in ``transformer_options`` for a whole picture.
+
+        Args:
+            unet: The host's patcher.
+        """
+        options = getattr(unet, "model_options", None) or {}
+        found: Mapping[str, Any] = options.get("transformer_options", {})
+        return found
+
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         objects = forge_objects(self.loaded_model())
         if objects is None:
@@ -150,8 +166,10 @@ class ForgeFamilyHost(WebUIHost):
             self.computation_dtype(unet),
             noise,
         )
+        options = self.transformer_options(unet)
+        args, kwargs = as_in_sampling(known.arguments(model, cells), shape.batch, options)
         with torch.inference_mode():
-            model(**known.arguments(model, cells))
+            model(*args, **kwargs)
 
     def vae_step(self) -> None:
         objects = forge_objects(self.loaded_model())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,7 +13,9 @@ from onediff_ext.core.components import Role
 from onediff_ext.core.guidance_options import ALL_STEPS, GuidanceOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
-from onediff_ext.engine.guidance.sample_steps import run_sample_steps
+from onediff_ext.engine.guidance.guided_forward import GuidedCall
+from onediff_ext.engine.guidance.sample_steps import STEPS, run_sample_steps
+from onediff_ext.hosts.ldm_guidance import read_ldm_call
 from onediff_ext.session.warm_up import WarmUp
 from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
 from onediff_ext.session.warm_up_report import WarmUpReport
@@ -131,9 +134,16 @@ class WarmUpJobs:
             return None
 
         def run(shape: BatchShape, noise: torch.Generator) -> None:
-            run_sample_steps(unet.model, options, partial(self._host.step, shape, noise))
+            step = partial(self._host.step, shape, noise)
+            run_sample_steps(unet.model, options, step, read_step=partial(_read, shape.batch))
 
         return run
+
+
+def _read(
+    pictures: int, args: Sequence[Any], kwargs: Mapping[str, Any], step: int
+) -> GuidedCall | str:
+    return read_ldm_call(args, kwargs, step, STEPS, (pictures, pictures))
 
 
 class _WarmUpJob:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from onediff_ext.core.components import ComponentId
@@ -20,6 +21,7 @@ from onediff_ext.hosts.neo.package import NEO
 from onediff_ext.hosts.neo.token_blocks import NEO_TOKEN_BLOCKS
 from onediff_ext.hosts.neo.weight_loads import WeightLoads
 
+_STEPS = 20  # of the pictures for which a warm-up prepares: the host's own default
 _KNOWN_VAE = "IntegratedAutoencoderKL"
 
 
@@ -59,6 +61,10 @@ class NeoHost(ForgeFamilyHost):
 
     def state(self) -> Hashable:
         return self._weight_loads.count
+
+    def transformer_options(self, unet: Any) -> Mapping[str, Any]:
+        sigmas = torch.linspace(1, 0, _STEPS + 1, device=unet.load_device)
+        return {"sampling_sigmas": sigmas, **super().transformer_options(unet)}
 
     def vae_step(self) -> None:
         objects = forge_objects(self.loaded_model())
