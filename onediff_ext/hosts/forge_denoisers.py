@@ -57,8 +57,8 @@ class Denoiser:
 
     Args:
         role: What it is.
-        arguments: Returns the arguments of one call as the sampler makes it, with CFG if the
-            model has it.
+        arguments: Returns what one call computes from, with CFG if the model has it: latents and
+            timesteps first, then ``context`` and others. `as_in_sampling` adds the rest.
         architecture: Of its checkpoints; empty where the host's class of checkpoint tells.
         embeddings: Replaces what copies from the CPU in its forward, which no CUDA graph can
             record. Takes the model, and where it computes.
@@ -88,15 +88,15 @@ def as_in_sampling(
     A CUDA graph serves calls of one form.
 
     Args:
-        arguments: From `Denoiser.arguments`: latents and timesteps [images, or twice as many]
-            first.
+        arguments: From `Denoiser.arguments`: of [images, or twice as many].
         images: Images of the call without CFG.
         options: The ``transformer_options`` that the host keeps with the model.
 
     Returns:
         Positional and keyword arguments. With CFG, the negative prompt's half comes first.
     """
-    (x, timesteps), named = list(arguments.values())[:2], dict(list(arguments.items())[2:])
+    given = dict(arguments)
+    x, timesteps = (given.pop(name) for name in list(given)[:2])
     parts = [0] if len(x) == images else [1, 0]  # 0 is the prompt's
     marks = [part for part in parts for _ in range(images)]
     told = {
@@ -107,9 +107,8 @@ def as_in_sampling(
         "cond_indices": [place for place, mark in enumerate(marks) if mark == 0],
         "uncond_indices": [place for place, mark in enumerate(marks) if mark == 1],
     }
-    known = {"context": named.pop("context"), "control": named.pop("control", None)}
-    named.pop("transformer_options")
-    return (x, timesteps), {**known, "transformer_options": told, **named}
+    known = {"context": given.pop("context"), "control": None, "transformer_options": told}
+    return (x, timesteps), {**known, **given}
 
 
 def _unet(model: Any, noise: StepNoise) -> dict[str, Any]:
@@ -119,8 +118,6 @@ def _unet(model: Any, noise: StepNoise) -> dict[str, Any]:
         "x": noise(count, model.in_channels, noise.height, noise.width),
         "timesteps": noise.timesteps(count, 1000).floor(),
         "context": noise(count, 77, _context_width(model)),
-        "control": None,
-        "transformer_options": {},
     }
     if getattr(model, "num_classes", None) is not None:
         found["y"] = noise(count, model.label_emb[0][0].in_features)
@@ -135,8 +132,6 @@ def _flux(model: Any, noise: StepNoise) -> dict[str, Any]:
         "timestep": noise.timesteps(count, 1),
         "context": noise(count, _T5_TOKENS, model.txt_in.weight.shape[1]),
         "y": noise(count, model.vector_in.in_layer.weight.shape[1]),
-        "control": None,
-        "transformer_options": {},
     }
     if model.guidance_embed:
         found["guidance"] = torch.full((count,), 3.5, device=noise.device)
@@ -150,8 +145,6 @@ def _chroma(model: Any, noise: StepNoise) -> dict[str, Any]:
         "x": noise(count, model.in_channels // 4, noise.height, noise.width),
         "timestep": noise.timesteps(count, 1),
         "context": noise(count, _T5_TOKENS, model.txt_in.weight.shape[1]),
-        "control": None,
-        "transformer_options": {},
     }
 
 
@@ -163,8 +156,6 @@ def _sd3(model: Any, noise: StepNoise) -> dict[str, Any]:
         "t": noise.timesteps(count, 1000),
         "context": noise(count, 77 + _T5_TOKENS, model.context_embedder.weight.shape[1]),
         "y": noise(count, model.y_embedder.mlp[0].weight.shape[1]),
-        "control": None,
-        "transformer_options": {},
     }
 
 

@@ -135,12 +135,14 @@ class CudaGraphCache:
         return sum(map(self._kept_on, self._devices))
 
     def _kept_on(self, device: torch.device) -> int:
-        alive = [each for each in self._alive.values() if each.device == device]
-        return sum(_storages_kept(alive).values())
+        return sum(_storages_kept(self._alive_on(device)).values())
+
+    def _alive_on(self, device: torch.device) -> list[CapturedGraph]:
+        return [each for each in self._alive.values() if each.device == device]
 
     def _bytes_on(self, device: torch.device) -> int:
         """How much one device's pool has grown for them."""
-        alive = [each for each in self._alive.values() if each.device == device]
+        alive = self._alive_on(device)
         shared = {id(graph): graph for each in alive for graph in each.text_kv_graphs.values()}
         recordings = [captured.recording for captured in alive]
         recordings += [graph.recording for graph in shared.values()]

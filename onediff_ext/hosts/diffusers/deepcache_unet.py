@@ -29,6 +29,7 @@ from onediff_ext.engine.deepcache.unet_adapter import (
     replaced,
 )
 from onediff_ext.engine.torch_versions import autocast_dtype
+from onediff_ext.hosts.diffusers.denoiser import takes_guidance
 
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
 _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
@@ -185,8 +186,7 @@ def distilled_reason(unet: Any) -> str | None:
 
     A distilled LCM takes the guidance as an input, and needs only a few steps.
     """
-    distilled = unet.config.get("time_cond_proj_dim")
-    return few_steps_reason("an LCM checkpoint", None) if distilled else None
+    return few_steps_reason("an LCM checkpoint", None) if takes_guidance(unet) else None
 
 
 def _has_known_blocks(unet: Any) -> bool:

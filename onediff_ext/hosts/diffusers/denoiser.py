@@ -9,3 +9,12 @@ def denoiser_of(pipe: Any) -> Any:
     """Return a pipeline's UNet or transformer."""
     unet = getattr(pipe, "unet", None)
     return pipe.transformer if unet is None else unet
+
+
+def takes_guidance(model: Any) -> bool:
+    """Return whether a denoiser takes the guidance scale as an input, as a distilled LCM does.
+
+    Args:
+        model: A UNet or a transformer of diffusers.
+    """
+    return bool(getattr(model.config, "time_cond_proj_dim", None))

@@ -20,7 +20,7 @@ from onediff_ext.engine.torch_compile import TORCH_COMPILES, compiled_modules
 from onediff_ext.engine.validity.tensor_contents import version_of
 from onediff_ext.hosts.diffusers.attention_processors import processor_eager_reason
 from onediff_ext.hosts.diffusers.blocks import PURE_PROCESSORS
-from onediff_ext.hosts.diffusers.denoiser import denoiser_of
+from onediff_ext.hosts.diffusers.denoiser import denoiser_of, takes_guidance
 
 NO_GUIDANCE = "the picture has no guidance"
 OTHER_CALL = "a call that is not the pipeline's own at its next step"
@@ -121,8 +121,8 @@ def guided_samples(
         OptionError: As `check_guidance_steps`.
     """
     model = denoiser_of(pipe)
-    is_distilled = getattr(model.config, "time_cond_proj_dim", None)
-    if not check_guidance_steps(pipe, options).is_on or is_distilled or compiled_modules(model):
+    is_on = check_guidance_steps(pipe, options).is_on
+    if not is_on or takes_guidance(model) or compiled_modules(model):
         return None
 
     def run(shape: BatchShape, noise: torch.Generator) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from onediff_ext.core.components import Role
 from onediff_ext.core.shapes import CELL_PX
 from onediff_ext.hosts.diffusers.compile import compiled_state
+from onediff_ext.hosts.diffusers.denoiser import takes_guidance
 from onediff_ext.hosts.diffusers.transformer_probe import transformer_inputs
 
 _SIDE_LATENT = 16  # 128 pixels: at least two cells at every level of every UNet
@@ -67,9 +68,7 @@ def denoiser_inputs(
         return transformer_inputs(
             model, generator, pictures=pictures, height_px=height_px, width_px=width_px
         )
-    # A model that was distilled from guidance takes its scale as an input.
-    is_distilled = getattr(model.config, "time_cond_proj_dim", None) is not None
-    batch = pictures if is_distilled else 2 * pictures
+    batch = pictures if takes_guidance(model) else 2 * pictures
     inputs = unet_inputs(
         model,
         generator,
@@ -103,7 +102,7 @@ def unet_inputs(
         "timestep": torch.randint(1000, (), generator=generator).to(weight.device),
         "encoder_hidden_states": noise(batch, 77, config.cross_attention_dim),
     }
-    if getattr(config, "time_cond_proj_dim", None):
+    if takes_guidance(unet):
         inputs["timestep_cond"] = noise(batch, config.time_cond_proj_dim)
     if config.addition_embed_type == "text_time":
         # [pooled text | size and crop numbers]: SDXL's base has six numbers. Its refiner has five,

@@ -23,8 +23,6 @@ def _flux(model: Any, noise: StepNoise) -> dict[str, Any]:
         ),
         "timestep": noise.timesteps(count, 1),
         "context": noise(count, _TOKENS, model.txt_in.weight.shape[1]),
-        "control": None,
-        "transformer_options": {},
     }
     if hasattr(model, "vec_in_dim"):
         found["y"] = noise(count, model.vec_in_dim)
@@ -40,7 +38,6 @@ def _lumina(model: Any, noise: StepNoise) -> dict[str, Any]:
         "x": noise(count, model.in_channels, noise.height // 2 * 2, noise.width // 2 * 2),
         "timesteps": noise.timesteps(count, 1),
         "context": noise(count, _TOKENS, model.cap_embedder[1].weight.shape[1]),
-        "transformer_options": {},
     }
 
 
@@ -51,7 +48,6 @@ def _qwen(model: Any, noise: StepNoise) -> dict[str, Any]:
         "x": noise(count, model.in_channels // 4, 1, noise.height, noise.width),
         "timesteps": noise.timesteps(count, 1),
         "context": noise(count, _TOKENS, model.txt_in.weight.shape[1]),
-        "transformer_options": {},
     }
 
 
@@ -62,7 +58,6 @@ def _anima(model: Any, noise: StepNoise) -> dict[str, Any]:
         "x": noise(count, model.out_channels, 1, noise.height, noise.width),
         "timesteps": noise.timesteps(count, 1),
         "context": noise(count, 2 * _TOKENS, model.blocks[0].cross_attn.k_proj.weight.shape[1]),
-        "transformer_options": {},
     }
 
 

@@ -19,7 +19,7 @@ from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.session.session import Session
 from tests.support import models
 from tests.support.frozen_recorder import FrozenRecorder
-from tests.support.transformer_draws import SIZES
+from tests.support.transformer_draws import SIZES, without_guidance
 from tests.support.transformer_draws import draw as draw_with_transformer
 from tests.support.transformer_models import MODELS
 
@@ -28,6 +28,15 @@ WIDTH_PX, HEIGHT_PX = 72, 64
 INPAINTED = {
     "image": Image.new("RGB", (WIDTH_PX, HEIGHT_PX)),
     "mask_image": Image.new("L", (WIDTH_PX, HEIGHT_PX), 255),
+}
+
+# Z-Image-Turbo has no guidance. Chroma's text encoder gives its mask in the dtype of the prompt.
+OPTIONS = {
+    "z_image": without_guidance("z_image"),
+    "chroma": {
+        name: torch.ones(1, 1)
+        for name in ("prompt_attention_mask", "negative_prompt_attention_mask")
+    },
 }
 
 
@@ -80,7 +89,7 @@ def test_nor_does_one_with_guidance_steps(steps: str, made: int, make_session: M
     undo_compile(pipe)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "lumina2"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "chroma", "lumina2", "qwen_image", "z_image"])
 def test_a_transformer_is_called_as_its_pipeline_calls_it(
     name: str, make_session: MakeSession
 ) -> None:
@@ -89,7 +98,7 @@ def test_a_transformer_is_called_as_its_pipeline_calls_it(
     compile_pipe(pipe, session=session, ignores=["vae"])
     pipe_warm_up(pipe, [BatchShape(64, 64)]).run()
     (known,) = forms_of(session)
-    draw_with_transformer(pipe, name, SIZES[0], num_inference_steps=4)
+    draw_with_transformer(pipe, name, SIZES[0], num_inference_steps=4, **OPTIONS.get(name, {}))
     assert forms_of(session) == {known}
     undo_compile(pipe)
 

@@ -15,8 +15,6 @@ def test_with_cfg_the_negative_prompt_comes_first() -> None:
         "x": torch.zeros(4, 4, 8, 8),
         "timesteps": torch.full((4,), 500.0),
         "context": torch.zeros(4, 77, 24),
-        "control": None,
-        "transformer_options": {},
         "y": torch.zeros(4, 16),
     }
     args, kwargs = as_in_sampling(arguments, 2, {"patches": {}})
@@ -38,7 +36,6 @@ def test_without_cfg_there_is_the_prompt_alone() -> None:
         "x": torch.zeros(1, 16, 8, 8),
         "timestep": torch.full((1,), 0.5),
         "context": torch.zeros(1, 256, 24),
-        "transformer_options": {},
     }
     _, kwargs = as_in_sampling(arguments, 1, {})
     assert kwargs["control"] is None

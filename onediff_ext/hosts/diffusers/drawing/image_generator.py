@@ -15,7 +15,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for
 from onediff_ext.hosts.diffusers.deepcache_unet import distilled_reason
-from onediff_ext.hosts.diffusers.denoiser import denoiser_of
+from onediff_ext.hosts.diffusers.denoiser import denoiser_of, takes_guidance
 from onediff_ext.hosts.diffusers.drawing import transformer_calls
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.drawing.encoded_prompts import EncodedPrompts
@@ -150,7 +150,7 @@ class ImageGenerator:
             return None
         if settings.guidance <= 1:
             return f"A CFG scale of {settings.guidance:g} has no guidance to leave out"
-        if getattr(denoiser_of(self.pipe).config, "time_cond_proj_dim", None):
+        if takes_guidance(denoiser_of(self.pipe)):
             return f"{self.checkpoint.name} takes guidance as an input, which cannot be left out"
         return None
 

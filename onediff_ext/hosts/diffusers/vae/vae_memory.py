@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compiled_state
 
 # Factor for libraries' workspaces and copies between layouts, on top of the activations.
@@ -48,28 +49,30 @@ class DeviceMemory:
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
 
+    @property
+    def _cuda_graphs(self) -> CudaGraphCache | None:
+        state = compiled_state(self._pipe)
+        return None if state is None else state.session.cuda_graphs
+
     def free_bytes(self, device: torch.device) -> int | None:
         """Return the bytes that can be allocated now, or None if unknown (CPU)."""
         if device.type != "cuda":
             return None
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        state = compiled_state(self._pipe)
-        pool_bytes = 0 if state is None else state.session.cuda_graphs.size_bytes
-        return int(free) + max(0, unused - pool_bytes)
+        graphs = self._cuda_graphs
+        return int(free) + max(0, unused - (0 if graphs is None else graphs.size_bytes))
 
     def cuda_graph_bytes(self) -> int:
         """Return the bytes that CUDA graphs hold; they can be recorded again."""
-        state = compiled_state(self._pipe)
-        if state is None:
-            return 0
-        return state.session.cuda_graphs.size_bytes + state.session.cuda_graphs.kept_bytes
+        graphs = self._cuda_graphs
+        return 0 if graphs is None else graphs.size_bytes + graphs.kept_bytes
 
     def drop_cuda_graphs(self) -> None:
         """Drop all CUDA graphs to free their memory."""
-        state = compiled_state(self._pipe)
-        if state is not None:
-            state.session.cuda_graphs.drop_all("the VAE needs their memory")
+        graphs = self._cuda_graphs
+        if graphs is not None:
+            graphs.drop_all("the VAE needs their memory")
 
     def free_caches(self) -> None:
         """Free unused cached memory after an allocation failed."""
