@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pictures", type=int, default=3, help="of each size, after the first")
     parser.add_argument("--precision", default="exact", help=f"of {', '.join(PRECISIONS)}")
+    parser.add_argument("--backend", default="", help="of OneDiff's graphs")
     parser.add_argument("--warm-up-limit-s", type=float, default=600)
     parser.add_argument("--breakdown", type=Path, help="the file of benchmarks.webui_phases")
     parser.add_argument("--json", type=Path)
@@ -104,6 +105,8 @@ class Run:
         self._sizes = [(size.width_px, size.height_px) for size in parse_sizes(arguments.sizes)]
         self._eager: dict[tuple[str, tuple[int, int], str], np.ndarray] = {}
         self._checkpoint = ""
+        backend = {"backend": arguments.backend} if arguments.backend else {}
+        self._on: dict[str, Any] = {"enabled": True, **backend}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._figures: dict[str, Any] = {
             "what": "pictures of a WebUI over its API",
@@ -128,13 +131,13 @@ class Run:
             self._load(own)
         self._draw_sizes("eager", {"enabled": False}, self._sizes)
         for precision in (part.strip() for part in given.precision.split(",")):
-            name, chosen = f"ours-{precision}", {"enabled": True, "precision": precision}
+            name, chosen = f"ours-{precision}", {**self._on, "precision": precision}
             self._warm_up(name, chosen)
             self._draw_sizes(name, chosen, self._sizes)
         if given.switch_to:
             for title in (given.switch_to, own):
                 self._load(title)
-                self._draw_sizes("ours-exact", {"enabled": True}, self._sizes[:1])
+                self._draw_sizes("ours-exact", self._on, self._sizes[:1])
 
     def write(self) -> None:
         """Write all figures so far; also after an error."""
@@ -149,6 +152,9 @@ class Run:
         sizes = ", ".join(f"{width}x{height}" for width, height in self._sizes)
         self._webui.post("/onediff/v1/warmup", {**chosen, "sizes": sizes})
         busy_s, status = wait_until_quiet(self._webui, self._given.warm_up_limit_s)
+        if is_active(status):
+            # The next warm-up would be refused, and builds would slow the pictures down.
+            self._webui.post("/onediff/v1/cancel")
         self._figures["contenders"][name] = {
             "warm_up_s": busy_s,
             "kinds": status["kinds_needed"],
