@@ -9,6 +9,7 @@ from onediff_ext.core.json_schema import DIALECT
 from onediff_ext.core.shapes import MAX_SIZES_CHARS, parse_sizes
 from onediff_ext.panel.field import CHECKBOX, CHECKBOXES, COMBO, NUMBER, Field
 from onediff_ext.panel.fields import fields_for
+from onediff_ext.panel.gpu_choices import chosen_gpu_count
 from onediff_ext.panel.presets import preset_values, presets_for
 from onediff_ext.panel.size_limits import parse_batch_range, parse_size_box
 from onediff_ext.pictures.naming import NameTemplate
@@ -21,6 +22,7 @@ FORMATS: Mapping[str, Callable[[str], object]] = {
     "size-box": parse_size_box,
     "batch-range": parse_batch_range,
     "size-rule": parse_size_rule,
+    "gpus": chosen_gpu_count,
     "name-template": NameTemplate,
 }
 """Name of a format → a function that raises OptionError for a text of another form."""

@@ -23,28 +23,15 @@ from typing import IO, Any
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
+from onediff_ext.panel.gpu_choices import ALL
 from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.folder_progress import FolderProgress, plan_folder
 
 logger = logging.getLogger(__name__)
 
-ONE, ALL = "1", "all of this machine"
 _LOOK_S = 0.2
 _END_S = 30.0  # workers finish what they write; then Ray ends
-
-
-def gpu_count() -> int:
-    """Return how many GPUs torch sees."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def gpu_choices() -> list[str]:
-    """Return the choices of the field "GPUs"; only one on a machine without a second GPU."""
-    count = gpu_count()
-    return [ONE] if count < 2 else [ONE, *(str(n) for n in range(2, count)), ALL]
 
 
 def off_reason() -> str | None:

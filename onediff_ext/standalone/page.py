@@ -12,6 +12,7 @@ from onediff_ext import __version__
 from onediff_ext.core.step_cache_options import STEP_CACHES
 from onediff_ext.hosts.diffusers.schedulers import sampler_names
 from onediff_ext.panel import html
+from onediff_ext.panel.gpu_choices import ONE, gpu_choices
 from onediff_ext.panel.gradio_versions import accepted, every_seconds
 from onediff_ext.panel.panel import Panel, build_panel
 from onediff_ext.panel.size_source import SizeSource
@@ -19,7 +20,7 @@ from onediff_ext.panel.status_view import StatusView
 from onediff_ext.pictures.size_rules import SUGGESTED_RULES
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
-from onediff_ext.standalone.folder_on_gpus import ONE, gpu_choices, off_reason
+from onediff_ext.standalone.folder_on_gpus import off_reason
 from onediff_ext.standalone.standalone_panel_host import StandalonePanelHost
 
 _STATUS_SECONDS = 1.5

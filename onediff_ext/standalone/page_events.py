@@ -21,6 +21,7 @@ from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
+from onediff_ext.panel.gpu_choices import ONE
 from onediff_ext.panel.gradio_versions import accepted
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
@@ -29,7 +30,7 @@ from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
 from onediff_ext.standalone.folder_job import run_folder
-from onediff_ext.standalone.folder_on_gpus import ONE, run_folder_on_gpus
+from onediff_ext.standalone.folder_on_gpus import run_folder_on_gpus
 from onediff_ext.standalone.folder_progress import FolderProgress, progress_html
 from onediff_ext.standalone.page import Page, PageDefaults
 from onediff_ext.standalone.page_language import visitors_phrases

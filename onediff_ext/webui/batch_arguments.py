@@ -9,6 +9,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.json_schema import check_names
 from onediff_ext.panel.field import CHECKBOX, COMBO, NUMBER, TEXT, Field
 from onediff_ext.panel.field_values import checked
+from onediff_ext.panel.gpu_choices import ALL, ONE
 from onediff_ext.pictures.batch.batch_job import MAX_BATCH_SIZE
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE
 from onediff_ext.pictures.size_rules import SUGGESTED_RULES
@@ -41,7 +42,7 @@ FIELDS = (
         "batch",
         NUMBER,
         "Pictures of one size at once",
-        "As many as the memory allows. The WebUI's own GPU draws them all.",
+        "As many as the memory allows.",
         4,
         span=(1, MAX_BATCH_SIZE),
     ),
@@ -74,6 +75,15 @@ FIELDS = (
         "{stem}, {index}, {seed}, {width}, {height}, {date}",
         DEFAULT_TEMPLATE,
         format="name-template",
+    ),
+    Field(
+        "gpus",
+        COMBO,
+        "GPUs",
+        "Each further GPU draws with a WebUI process of its own, which starts with the run.",
+        ONE,
+        (ONE, ALL),
+        format="gpus",
     ),
 )
 """The order of the script's positional arguments."""

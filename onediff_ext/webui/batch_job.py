@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from onediff_ext.pictures.batch.batch_drawer import (
     BatchToDraw,
     DrawnBatch,
     DrawnPicture,
+    FurtherDrawer,
     WrittenPicture,
 )
 from onediff_ext.pictures.batch.batch_job import BatchJob
@@ -22,6 +25,8 @@ from onediff_ext.pictures.batch.grouping import LoadedPicture, PlannedPicture
 from onediff_ext.pictures.batch.planning import check_found, plan_batch
 from onediff_ext.pictures.batch.run_batches import batch_count, run_batches
 from onediff_ext.pictures.skipped import SkipReport
+
+logger = logging.getLogger(__name__)
 
 # Of the processing object: what changes pictures, and the values with which it does not, or which
 # the page always sends.
@@ -53,6 +58,8 @@ class BatchResult:
         shown, infotexts: Content of the host's gallery.
         was_stopped: The user interrupted the run; the same job goes on there.
         skipped: Images of batches that the user skipped; the same job draws them.
+        drawn_by: Images that other GPUs have drawn, by the GPU's name.
+        lost: Why a GPU stopped drawing, by its name.
     """
 
     written: list[Path] = field(default_factory=list)
@@ -62,6 +69,8 @@ class BatchResult:
     infotexts: list[str] = field(default_factory=list)
     was_stopped: bool = False
     skipped: int = 0
+    drawn_by: Counter[str] = field(default_factory=Counter)
+    lost: dict[str, str] = field(default_factory=dict)
 
     @property
     def has_failed(self) -> bool:
@@ -70,8 +79,9 @@ class BatchResult:
         return bool(self.report.failures) and not has_results
 
     def summary(self) -> str:
-        """Return one line with the counts, and one for each image that was left out."""
+        """Return one line with the counts, and one for each GPU and image that was left out."""
         parts = [f"{counted(len(self.written), 'picture')} drawn"]
+        parts += [f"{count} of them on {name}" for name, count in sorted(self.drawn_by.items())]
         if self.already_done:
             parts.append(f"{len(self.already_done)} were done already")
         if self.skipped:
@@ -81,7 +91,8 @@ class BatchResult:
         failures = self.report.failures
         if failures:
             parts.append(f"{len(failures)} left out")
-        return "\n".join([", ".join(parts) + ".", *map(str, failures)])
+        lost = [f"{name} stopped drawing: {why}." for name, why in sorted(self.lost.items())]
+        return "\n".join([", ".join(parts) + ".", *lost, *map(str, failures)])
 
 
 def run_batch_job(
@@ -92,6 +103,7 @@ def run_batch_job(
     state: Any,
     identity: dict[str, object],
     shown_limit: int = 32,
+    further: Callable[[HostDrawer], Sequence[FurtherDrawer[None]]] = lambda _: (),
 ) -> BatchResult:
     """Draw the missing results; images are read and written in threads while the host draws.
 
@@ -102,12 +114,13 @@ def run_batch_job(
         state: The host's ``shared.state``: progress, interrupt, skip.
         identity: What else decides an image, such as checkpoint and VAE.
         shown_limit: Images in the host's gallery, at most.
+        further: Makes the drawers on other GPUs.
 
     Raises:
         OneDiffError: A setting cannot be used, or a result cannot be written. Written results
             stay, and the same job goes on there.
     """
-    drawer = _HostDrawer(p, job, process, state, shown_limit)
+    drawer = HostDrawer(p, job, process, state, shown_limit)
     result = drawer.result
 
     def settings_of(planned: PlannedPicture) -> dict[str, object]:
@@ -119,13 +132,25 @@ def run_batch_job(
     plan.make_folders()
     drawer.batch_count = batch_count(job, plan)
     state.job_count = max(1, drawer.batch_count)
-    run_batches(job, plan, drawer, result.report)
+    run_batches(job, plan, drawer, result.report, further(drawer))
     result.was_stopped = result.was_stopped or bool(state.interrupted)
     return result
 
 
-class _HostDrawer(BatchDrawer[None]):
-    """Draws each batch as one img2img job of the host."""
+class HostDrawer(BatchDrawer[None]):
+    """Draws each batch as one img2img job of the host.
+
+    Args:
+        p: The host's img2img processing object.
+        job: What to do.
+        process: The host's ``process_images``.
+        state: The host's ``shared.state``.
+        shown_limit: Images in the host's gallery, at most.
+
+    Attributes:
+        batch_count: Of the run.
+        result: So far.
+    """
 
     def __init__(
         self,
@@ -170,19 +195,32 @@ class _HostDrawer(BatchDrawer[None]):
             f"{batch.number} of {self.batch_count}: {counted(len(batch.pictures), 'picture')} of "
             f"{width_px}x{height_px}"
         )
-        processed = self._process(self._host_job(batch))
+        processed = self._process(self.host_job(batch))
         if self._state.skipped and not self._state.interrupted:
             self.result.skipped += len(batch.pictures)
         if self._state.interrupted or self._state.skipped or processed is None:
             return  # half-drawn images are not results
         first = getattr(processed, "index_of_first_image", 0)
-        images = processed.images[first : first + len(batch.pictures)]
-        infotexts = processed.infotexts[first : first + len(batch.pictures)]
-        drawn = [
-            _drawn_picture(*each) for each in zip(batch.pictures, images, infotexts, strict=False)
-        ]
-        if drawn:
-            yield DrawnBatch(drawn, None)
+        drawn = self.drawn_batch(batch, processed.images[first:], processed.infotexts[first:])
+        if drawn.pictures:
+            yield drawn
+
+    def drawn_batch(
+        self, batch: BatchToDraw, images: Sequence[Any], infotexts: Sequence[str]
+    ) -> DrawnBatch[None]:
+        """Return what the host has drawn; images after those of the batch are left out."""
+        found = zip(batch.pictures, images, infotexts, strict=False)
+        return DrawnBatch([_drawn_picture(*each) for each in found], None)
+
+    def count(self, name: str, pictures: int) -> None:
+        """Take note of a batch that another GPU has drawn."""
+        self.result.drawn_by[name] += pictures
+        self._state.job_no += 1
+
+    def lose(self, name: str, reason: str) -> None:
+        """Take note that another GPU draws no more."""
+        logger.warning("%s stopped drawing: %s", name, reason)
+        self.result.lost[name] = reason
 
     def on_written(self, drawn: DrawnBatch[None], picture: WrittenPicture) -> None:  # noqa: ARG002
         self.result.written.append(picture.path)
@@ -190,7 +228,8 @@ class _HostDrawer(BatchDrawer[None]):
             self.result.shown.append(picture.image)
             self.result.infotexts.append(picture.infotext)
 
-    def _host_job(self, batch: BatchToDraw) -> Any:
+    def host_job(self, batch: BatchToDraw) -> Any:
+        """Return the host's processing object of a batch."""
         p, planned = self._p, [loaded.planned for loaded in batch.pictures]
         job = copy.copy(p)
         job.init_images = batch.prepared

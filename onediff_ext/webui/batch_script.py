@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from modules import processing, scripts, sd_models, shared
 
 from onediff_ext.core.errors import OneDiffError, OptionError, PictureError
 from onediff_ext.core.typed_paths import typed_path
+from onediff_ext.panel.gpu_choices import chosen_gpu_count, gpu_choices
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.size_rules import parse_size_rule
@@ -17,6 +19,8 @@ from onediff_ext.webui.always_visible import changes_of_job
 from onediff_ext.webui.batch_arguments import BY_NAME, read_arguments
 from onediff_ext.webui.batch_job import BatchResult, run_batch_job
 from onediff_ext.webui.host_access import hides_folders
+from onediff_ext.webui.other_gpus.drawer import drawers_on_other_gpus
+from onediff_ext.webui.seeded_drawing import draw_seeded
 
 TITLE = "OneDiff: img2img batch across resolutions"
 _SLIDER_PICTURES = 16
@@ -58,8 +62,8 @@ class BatchScript(scripts.Script):
             recursive, captions = self._checkbox("recursive"), self._checkbox("captions")
         with gr.Row():
             vary_seed, keep_alpha = self._checkbox("vary_seed"), self._checkbox("keep_alpha")
-        name = self._textbox("name")
-        return [source, target, size, batch, recursive, captions, vary_seed, keep_alpha, name]
+        name, gpus = self._textbox("name"), self._gpus()
+        return [source, target, size, batch, recursive, captions, vary_seed, keep_alpha, name, gpus]
 
     def _textbox(self, name: str) -> Any:
         field = BY_NAME[name]
@@ -70,6 +74,17 @@ class BatchScript(scripts.Script):
     def _checkbox(self, name: str) -> Any:
         field = BY_NAME[name]
         return gr.Checkbox(field.default, label=field.label, elem_id=self.elem_id(name))
+
+    def _gpus(self) -> Any:
+        field, choices = BY_NAME["gpus"], gpu_choices()
+        return gr.Dropdown(
+            label=field.label,
+            info=field.help,
+            choices=choices,
+            value=field.default,
+            visible=len(choices) > 1,
+            elem_id=self.elem_id("gpus"),
+        )
 
     def run(self, p: Any, *arguments: Any) -> Any:
         """Run the job.
@@ -118,13 +133,15 @@ class BatchScript(scripts.Script):
             vary_seed=chosen["vary_seed"],
             keep_alpha=chosen["keep_alpha"],
         )
+        count = chosen_gpu_count(chosen["gpus"])
         return run_batch_job(
             p,
             job,
-            process=processing.process_images,
+            process=draw_seeded,
             state=shared.state,
             identity=_identity(p),
             shown_limit=_shown_limit(),
+            further=partial(drawers_on_other_gpus, p, count - 1),
         )
 
 

@@ -19,6 +19,7 @@ def register() -> None:
     script_callbacks.on_before_ui(_add_axes)
     script_callbacks.on_app_started(_add_routes)
     script_callbacks.on_app_started(_read_ahead)
+    script_callbacks.on_app_started(_serve_batches)
     script_callbacks.on_cfg_denoiser(_before_step)
     script_callbacks.on_model_loaded(_drop_gone_models)
     script_callbacks.on_model_loaded(_warm_up_loaded)
@@ -62,6 +63,12 @@ def _read_ahead(*_: Any) -> None:
         extension.current().read_ahead()
     except OneDiffError as exc:
         logger.debug("No graphs are loaded at the start: %s", exc)
+
+
+def _serve_batches(*_: Any) -> None:
+    from onediff_ext.webui.other_gpus.worker import start_if_asked
+
+    start_if_asked()
 
 
 def _before_step(parameters: Any) -> None:

@@ -1,10 +1,14 @@
-"""Access rules from the WebUI's own command line."""
+"""The WebUI's own command line, options and GPUs."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from onediff_ext.panel.foreign_requests import ANY_NAME, foreign_reason, machine_names
 
@@ -66,3 +70,47 @@ def no_import_reason(flags: Any) -> str | None:
 def hides_folders(flags: Any) -> bool:
     """Whether the host was started with ``--hide-ui-dir-config``."""
     return bool(getattr(flags, "hide_ui_dir_config", False))
+
+
+def set_options(values: Mapping[str, Any]) -> None:
+    """Set options of the host that differ, with what follows from them; nothing is saved.
+
+    Args:
+        values: Of the host's ``shared.opts.data``.
+    """
+    from modules import shared
+
+    changed = {k: v for k, v in values.items() if shared.opts.data.get(k) != v}
+    try:
+        from modules.sysinfo import set_config  # Forge and Neo
+    except ImportError:
+        for name, value in changed.items():
+            shared.opts.set(name, value)
+        return
+    set_config(changed, save_config=False)
+
+
+def further_gpus(count: int) -> list[tuple[str, str | None]]:
+    """Return the names of other GPUs of this machine, and what selects each for a process.
+
+    Args:
+        count: How many, at most.
+
+    Returns:
+        (name, value of ``CUDA_VISIBLE_DEVICES``); None on a machine without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return [(f"process {number + 2}", None) for number in range(count)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    names = names or [str(number) for number in range(torch.cuda.device_count())]
+    own = host_device().index or 0
+    others = [name for number, name in enumerate(names) if number != own]
+    return [(f"GPU {name}", name) for name in others[:count]]
+
+
+def host_device() -> torch.device:
+    """Return the device that the host draws on."""
+    from modules import devices
+
+    return torch.device(devices.device)

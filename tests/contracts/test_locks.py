@@ -28,6 +28,9 @@ OTHERS = {
     "panel/warm_up_run.py",
     "standalone/app.py",
     "store/memory_exchange.py",
+    # Of a run of batches: a forked process draws none.
+    "pictures/batch/run_batches.py",
+    "pictures/batch/shared_batches.py",
 }
 """Files whose locks stay as they are at a fork."""
 

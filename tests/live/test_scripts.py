@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,60 @@ def test_batch_across_resolutions(webui: WebUI, photo: np.ndarray, tmp_path: Pat
     again = run(True, tmp_path / "ours-0")
     assert again.pictures == []
     assert "4 were done already" in again.infotexts[0]
+
+
+def _processes() -> int:
+    """How many WebUIs draw for another one, on this machine."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += b"--nowebui" in path.read_bytes()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+def test_batch_on_several_processes(webui: WebUI, photo: np.ndarray, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(10):
+        size = ((128, 128), (136, 200))[number % 2]
+        Image.fromarray(np.roll(photo, number, 1)).resize(size).save(folder / f"p{number}.png")
+    script, most = "onediff: img2img batch across resolutions", 0
+
+    def run(gpus: int, target: Path) -> Drawn:
+        named = {"input": str(folder), "output": str(target), "batch": 1, "gpus": str(gpus)}
+        webui.draw(
+            True,
+            "img2img",
+            script_name=script,
+            script_args=[named],
+            init_images=[photo],
+            denoising_strength=0.9,
+            steps=30,
+        )
+        paths = sorted(target.glob("*.png"))
+        assert len(paths) == 10
+        return Drawn([np.asarray(Image.open(path).convert("RGB")) for path in paths], [], 0.0)
+
+    run(1, tmp_path / "warm")
+    one = run(1, tmp_path / "one")
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.5):
+            most = max(most, _processes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        two = run(2, tmp_path / "two")
+    finally:
+        ended.set()
+        watching.join()
+    assert most == 1
+    assert _processes() == 0
+    assert_same(two, one)
 
 
 @pytest.mark.parametrize("path", ["txt2img", "img2img"])

@@ -32,12 +32,13 @@ from onediff_ext.core.guidance_options import GuidanceOptions
 from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+from onediff_ext.panel import gpu_choices
+from onediff_ext.panel.gpu_choices import ALL, ONE
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.size_rules import parse_size_rule
-from onediff_ext.standalone import folder_on_gpus
 from onediff_ext.standalone.app import CancelledError, StandaloneApp
 from onediff_ext.standalone.folder_job import run_folder
-from onediff_ext.standalone.folder_on_gpus import ALL, ONE, img2img_command, run_folder_on_gpus
+from onediff_ext.standalone.folder_on_gpus import img2img_command, run_folder_on_gpus
 from onediff_ext.standalone.folder_progress import FolderProgress, progress_html
 from tests.support.processes import processes_with
 
@@ -149,8 +150,8 @@ def test_a_choice_without_an_option_is_refused(app: StandaloneApp, inputs: Path)
 def test_the_field_has_what_the_machine_has(
     monkeypatch: pytest.MonkeyPatch, gpus: int, choices: list[str]
 ) -> None:
-    monkeypatch.setattr(folder_on_gpus, "gpu_count", lambda: gpus)
-    assert folder_on_gpus.gpu_choices() == choices
+    monkeypatch.setattr(gpu_choices, "gpu_count", lambda: gpus)
+    assert gpu_choices.gpu_choices() == choices
 
 
 @pytest.mark.parametrize(("gpus", "is_shown"), [(1, False), (2, True)])
@@ -159,7 +160,7 @@ def test_the_field_is_shown_with_a_second_gpu_only(
 ) -> None:
     from onediff_ext.standalone.launch import make_page
 
-    monkeypatch.setattr(folder_on_gpus, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(gpu_choices, "gpu_count", lambda: gpus)
     field = make_page(app, tmp_path).folder["gpus"]
     assert field.visible is is_shown
 
@@ -169,7 +170,7 @@ def test_without_ray_the_field_says_what_to_install(
 ) -> None:
     from onediff_ext.standalone.launch import make_page
 
-    monkeypatch.setattr(folder_on_gpus, "gpu_count", lambda: 2)
+    monkeypatch.setattr(gpu_choices, "gpu_count", lambda: 2)
     monkeypatch.setitem(sys.modules, "ray", None)
     field = make_page(app, tmp_path).folder["gpus"]
     assert field.interactive is False

@@ -28,7 +28,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     import torch
 
     from onediff_ext.core.options import CompileOptions
-    from onediff_ext.standalone import folder_on_gpus
+    from onediff_ext.panel import gpu_choices
     from onediff_ext.standalone import page as standalone_page
     from onediff_ext.standalone.app import StandaloneApp
     from onediff_ext.standalone.launch import make_page
@@ -40,7 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     standalone_app = StandaloneApp(torch.device("cpu"), "auto", options)
     standalone_app.load(DEMO_MODEL)
     with pytest.MonkeyPatch.context() as patch:  # a second GPU shows the field "GPUs"
-        patch.setattr(folder_on_gpus, "gpu_count", lambda: 2)
+        patch.setattr(gpu_choices, "gpu_count", lambda: 2)
         patch.setattr(standalone_page, "off_reason", lambda: None)
         made = make_page(standalone_app, folder / "out")
     launch(made, Serving(open_browser=False), wait=False)

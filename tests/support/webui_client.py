@@ -44,6 +44,7 @@ _BY_NAME = {
     "denoising strength curve",
     "append interrogated prompt at each iteration",
     "size of results",
+    "gpus",
     "insert prompts at the",
     "prompt",
     "select prompt",

@@ -6,7 +6,7 @@ A GPU is idle while the drawing thread compresses PNG files.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
+def read_ahead(items: Iterator[Item]) -> Generator[Item]:
     """Yield the same items; a thread makes the next one while the current one is in use."""
     with ThreadPoolExecutor(1, "onediff-input") as thread:
         coming = thread.submit(next, items, None)

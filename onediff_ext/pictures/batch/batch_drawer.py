@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
-from onediff_ext.core.errors import PictureError
+from onediff_ext.core.errors import OneDiffError, PictureError
 from onediff_ext.pictures.batch.grouping import LoadedPicture, PlannedPicture
 
 HostResultT = TypeVar("HostResultT")
@@ -107,3 +107,33 @@ class BatchDrawer(ABC, Generic[HostResultT]):
 
     def on_batch_written(self, drawn: DrawnBatch[HostResultT], paths: list[Path]) -> None:
         """Take note that all results of a drawn batch are written, in the writing thread."""
+
+
+class DrawerLostError(OneDiffError):
+    """A drawer cannot draw any more; the run goes on without it."""
+
+
+class FurtherDrawer(BatchDrawer[HostResultT]):
+    """Draws batches of the same run beside the host's own drawer, in a thread of its own."""
+
+    @abstractmethod
+    def open(self, is_wanted: Callable[[], bool]) -> bool:
+        """Get ready to draw.
+
+        Args:
+            is_wanted: Whether there is still something to draw.
+
+        Returns:
+            False when nothing was left to draw before it was ready.
+
+        Raises:
+            DrawerLostError: It cannot draw.
+        """
+
+    @abstractmethod
+    def on_lost(self, exc: DrawerLostError) -> None:
+        """Take note that it draws no more, in its own thread; the others draw what it had."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what `open` has started, in its own thread."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -11,21 +14,28 @@ from onediff_ext.pictures.batch.background_io import BackgroundWriter, read_ahea
 from onediff_ext.pictures.batch.batch_drawer import (
     BatchDrawer,
     BatchToDraw,
+    DrawerLostError,
     DrawnBatch,
     DrawnPicture,
+    FurtherDrawer,
     HostResultT,
     WrittenPicture,
 )
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.batch.grouping import group_by_canvas, load_pictures, split_group
 from onediff_ext.pictures.batch.planning import Plan, PlannedResult
+from onediff_ext.pictures.batch.shared_batches import SharedBatches
 from onediff_ext.pictures.canvas_images import from_canvas, to_target
 from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.pictures.writing import write_png
 
 
 def run_batches(
-    job: BatchJob, plan: Plan, drawer: BatchDrawer[HostResultT], report: SkipReport
+    job: BatchJob,
+    plan: Plan,
+    drawer: BatchDrawer[HostResultT],
+    report: SkipReport,
+    further: Sequence[FurtherDrawer[HostResultT]] = (),
 ) -> None:
     """Draw the results that are still missing.
 
@@ -35,20 +45,54 @@ def run_batches(
     Args:
         job: What to do.
         plan: From `planning.plan_batch`.
-        drawer: Draws.
+        drawer: Draws, in this thread.
         report: Gets the images that are left out.
+        further: Draw beside it. What one of them cannot draw, the others do.
 
     Raises:
         PictureError: A result cannot be written, for example because the disk is full. Written
             results stay, and the same job goes on there.
     """
     targets = {result.planned.index: result for result in plan.todo}
-    with BackgroundWriter() as writing:
-        for batch in read_ahead(_read(job, plan, drawer, report)):
-            if drawer.is_stopped():
-                return
-            for drawn in drawer.draw(batch):
-                writing.put(partial(write_batch, job, targets, drawer, drawn, report))
+    with (
+        BackgroundWriter() as writing,
+        closing(read_ahead(_read(job, plan, drawer, report))) as read,
+    ):
+        batches, lock = SharedBatches(read), threading.Lock()
+
+        def draw_all(one: BatchDrawer[HostResultT]) -> None:
+            while (batch := batches.take()) is not None:
+                if one.is_stopped():
+                    batches.close()
+                    return
+                try:
+                    for drawn in one.draw(batch):
+                        with lock:
+                            writing.put(partial(write_batch, job, targets, one, drawn, report))
+                except DrawerLostError:
+                    batches.give_back(batch)
+                    raise
+                batches.done()
+
+        def draw_beside(one: FurtherDrawer[HostResultT]) -> None:
+            try:
+                if one.open(lambda: not batches.is_over):
+                    draw_all(one)
+            except DrawerLostError as exc:
+                one.on_lost(exc)
+            finally:
+                one.close()
+
+        with ThreadPoolExecutor(max(1, len(further)), "onediff-further") as threads:
+            beside = [threads.submit(draw_beside, one) for one in further]
+            for thread in beside:
+                thread.add_done_callback(lambda done: batches.close() if done.exception() else None)
+            try:
+                draw_all(drawer)
+            finally:
+                batches.close()
+        for thread in beside:
+            thread.result()
 
 
 def batch_count(job: BatchJob, plan: Plan) -> int:

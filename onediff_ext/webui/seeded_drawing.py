@@ -1,0 +1,34 @@
+"""The host's drawing with a state of random numbers that the job alone decides.
+
+Some hosts (A1111 1.10) draw the noise of the VAE's encoder from torch's own state, which the job
+before has left behind. A folder's pictures would depend on the order of its batches then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from modules import processing
+
+_SEEDS = 2**63
+
+
+def draw_seeded(p: Any) -> Any:
+    """Draw a job by the host's ``process_images``.
+
+    Args:
+        p: The host's img2img processing object, with a list of seeds.
+
+    Returns:
+        What the host returns.
+    """
+    encode = p.init
+
+    def encode_seeded(*args: Any, **kwargs: Any) -> Any:
+        # Here, since loading a model takes random numbers too.
+        torch.manual_seed(int(p.seed[0]) % _SEEDS)
+        return encode(*args, **kwargs)
+
+    p.init = encode_seeded
+    return processing.process_images(p)

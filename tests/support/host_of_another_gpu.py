@@ -1,0 +1,86 @@
+"""A stand-in for the WebUI's process on another GPU, which draws by inverting.
+
+    python -m tests.support.host_of_another_gpu WAY
+
+WAY: "draws", "dies" in its first job, "fails" in each job, "waits" in each
+until it is interrupted, "other scripts", "ends" before it is ready, or "never ready".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import ImageOps
+
+from tests.support.webui_stand_in import install_modules
+
+
+class Job:
+    """The host's processing object."""
+
+    def init(self) -> None:
+        """Encode the images."""
+
+    def close(self) -> None:
+        """Holds no resources."""
+
+
+def script(title: str, first: int, end: int) -> SimpleNamespace:
+    """A script of the host, with the arguments from first to end."""
+    return SimpleNamespace(title=lambda: title, args_from=first, args_to=end)
+
+
+SCRIPTS = (("OneDiff", 1, 3), ("Another", 3, 4))
+
+
+def main(way: str) -> None:
+    """Install the stand-in, and draw for the process that has started this one."""
+    if way == "ends":
+        sys.exit("no checkpoint")
+    if way == "never ready":
+        time.sleep(600)
+    host = install_modules(pytest.MonkeyPatch())
+    state = host.shared.state
+    state.begin, state.end = (lambda job: None), (lambda: None)
+    host.shared.opts.data = {"checkpoint": "a"}
+    host.shared.opts.set = host.shared.opts.data.__setitem__
+    call_queue: Any = ModuleType("modules.call_queue")
+    call_queue.queue_lock = threading.Lock()
+    sys.modules["modules.call_queue"] = call_queue
+    layout = SCRIPTS[:1] if way == "other scripts" else SCRIPTS
+    host.scripts.scripts_img2img = SimpleNamespace(scripts=[script(*each) for each in layout])
+
+    def process_images(p: Any) -> Any:
+        p.init()
+        if way == "dies":
+            os._exit(3)
+        if way == "fails":
+            raise RuntimeError("no memory\nmore")
+        while way == "waits" and not state.interrupted:
+            time.sleep(0.01)
+        texts = [
+            f"{prompt}, {host.shared.opts.data['checkpoint']}, {p.script_args[1]}"
+            for prompt in p.prompt
+        ]
+        images = [ImageOps.invert(image) for image in p.init_images]
+        return SimpleNamespace(images=["a grid", *images], infotexts=["", *texts],
+                               index_of_first_image=1)  # fmt: skip
+
+    host.processing.process_images = process_images
+    host.processing.StableDiffusionProcessingImg2Img = Job
+    from onediff_ext.webui.other_gpus.worker import start_if_asked
+
+    start_if_asked()
+    with suppress(KeyboardInterrupt):
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
