@@ -23,7 +23,19 @@ from tests.support.webui_stand_in import install_modules
 
 
 class Job:
-    """The host's processing object."""
+    """The host's processing object, with a script that sets the prompt when it is set up."""
+
+    prompt: Any = None
+
+    @property
+    def script_args(self) -> Any:
+        """The arguments of all scripts."""
+        return self._script_args
+
+    @script_args.setter
+    def script_args(self, arguments: Any) -> None:
+        self._script_args = arguments
+        self.prompt = "of a script"
 
     def init(self) -> None:
         """Encode the images."""

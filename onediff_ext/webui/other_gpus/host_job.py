@@ -71,10 +71,11 @@ def made_again(message: Draw, processing_class: Any, runner: Any) -> Any:
         runner: The host's ``scripts_img2img``.
     """
     p = processing_class()
-    for name, value in message.attributes.items():
-        setattr(p, name, value)
+    # The host sets scripts up here, and some set seeds and samplers from their arguments.
     p.scripts = runner
     p.script_args = message.script_args
+    for name, value in message.attributes.items():
+        setattr(p, name, value)
     return p
 
 

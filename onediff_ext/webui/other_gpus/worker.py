@@ -46,6 +46,9 @@ def _serve(address: Any, key: bytes) -> None:
 
     try:
         with Client(address, authkey=key) as connection:
+            # A1111 loads the model in another thread, and two loads at once disturb each other.
+            # Reading this attribute waits for it.
+            logger.debug("The model is %s", type(shared.sd_model).__name__)
             _send(connection, Ready(script_layout(scripts.scripts_img2img)))
             with ThreadPoolExecutor(1, "onediff-draw") as drawing:
                 while not isinstance(message := pickle.loads(connection.recv_bytes()), End):
