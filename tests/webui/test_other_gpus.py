@@ -98,6 +98,20 @@ def test_a_process_that_is_not_wanted_any_more_is_ended() -> None:
     assert process.start(lambda: time.monotonic() < ends_at) is None
     process.close()
     assert process._process.poll() is not None
+    assert "onediff-accept" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_process_with_another_key_is_not_heard() -> None:
+    from multiprocessing import AuthenticationError
+    from multiprocessing.connection import Client, Listener
+
+    from onediff_ext.webui.other_gpus.host_process import _Accepting
+
+    with Listener(authkey=b"one") as listener, _Accepting(listener, b"one") as accepting:
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            Client(listener.address, authkey=b"another")
+        with pytest.raises(DrawerLostError, match="cannot be reached"):
+            accepting.connection(20.0)
 
 
 def test_an_interrupted_job_is_interrupted_there() -> None:

@@ -14,7 +14,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Listener
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +98,13 @@ class HostProcess:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
             )
-            accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
-            accepting.start()
-            while self._connection is None:
-                if not is_wanted():
-                    return None
-                self._check_alive()
-                accepting.join(_LOOK_S)
+            with _Accepting(listener, key) as accepting:
+                while (connection := accepting.connection(_LOOK_S)) is None:
+                    if not is_wanted():
+                        return None
+                    if self._process.poll() is not None:
+                        raise self._ended()
+        self._connection = connection
         ready = self._answer(lambda: not is_wanted())
         if ready is None:
             return None
@@ -158,15 +161,6 @@ class HostProcess:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpu
         return environment
 
-    def _accept(self, listener: Listener) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            self._connection = listener.accept()
-
-    def _check_alive(self) -> None:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise self._ended()
-
     def _ended(self) -> DrawerLostError:
         """Return the error for a process that has ended, and show the end of what it has said."""
         assert self._process is not None
@@ -197,6 +191,49 @@ class HostProcess:
             waited_s += _LOOK_S
             if is_stopped() or (limit_s is not None and waited_s >= limit_s):
                 return None
+
+
+class _Accepting:
+    """Waits for the first connection in a thread, which ends with the block.
+
+    Args:
+        listener: Where the other process connects.
+        key: Of the listener.
+    """
+
+    def __init__(self, listener: Listener, key: bytes) -> None:
+        self._listener, self._key = listener, key
+        self._accepted: Future[Connection[Any, Any]] = Future()
+        self._thread = threading.Thread(target=self._accept, name="onediff-accept", daemon=True)
+
+    def __enter__(self) -> _Accepting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():  # it waits for a connection, so here is one
+            with contextlib.suppress(OSError, EOFError, AuthenticationError):
+                Client(self._listener.address, authkey=self._key).close()
+        self._thread.join()
+
+    def connection(self, timeout_s: float) -> Connection[Any, Any] | None:
+        """Return the connection, or None when there is none after some seconds.
+
+        Raises:
+            DrawerLostError: A process has connected that does not know the key.
+        """
+        try:
+            return self._accepted.result(timeout_s)
+        except FutureTimeout:  # before Python 3.11 another class than TimeoutError
+            return None
+        except (OSError, EOFError, AuthenticationError) as exc:
+            raise DrawerLostError(f"the WebUI there cannot be reached: {exc}") from exc
+
+    def _accept(self) -> None:
+        try:
+            self._accepted.set_result(self._listener.accept())
+        except BaseException as exc:
+            self._accepted.set_exception(exc)
 
 
 def host_command(launcher: Path) -> list[str]:
