@@ -41,7 +41,7 @@ def command(way: str) -> list[str]:
 def started(way: str) -> Any:
     from onediff_ext.webui.other_gpus.host_process import HostProcess
 
-    return HostProcess(None, command(way), ROOT)
+    return HostProcess(None, command(way))
 
 
 def job_of(image: Image.Image, **more: Any) -> Any:
@@ -126,16 +126,15 @@ def test_an_interrupted_job_is_interrupted_there() -> None:
 
 STARTS = """
 import sys, time
-from pathlib import Path
 from tests.support.webui_stand_in import install_modules
 import pytest
 install_modules(pytest.MonkeyPatch())
 from onediff_ext.webui.other_gpus.host_process import HostProcess
-process = HostProcess(None, [sys.executable, "-m", "tests.support.host_of_another_gpu", "draws"], Path.cwd())
+process = HostProcess(None, [sys.executable, "-m", "tests.support.host_of_another_gpu", "draws"])
 process.start(lambda: True)
 print(process._process.pid, flush=True)
 time.sleep(600)
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="asks the system for a process by its number")
@@ -273,7 +272,7 @@ def test_its_api_has_a_password_of_its_own_and_the_gpu_is_its_only_one() -> None
     from onediff_ext.webui.other_gpus.messages import VARIABLE
 
     where = {"address": "a", "key": "00"}
-    found = [HostProcess("3", [], ROOT)._environment(where) for _ in range(2)]
+    found = [HostProcess("3", [])._environment(where) for _ in range(2)]
     assert found[0]["CUDA_VISIBLE_DEVICES"] == "3"
     assert json.loads(found[0][VARIABLE]) == where
     passwords = {each["COMMANDLINE_ARGS"] for each in found}

@@ -36,12 +36,12 @@ def drawers_on_other_gpus(p: Any, count: int, drawer: HostDrawer) -> list[Furthe
         return []
     from modules import paths_internal, shared
 
-    folder = Path(paths_internal.script_path)
     options = dict(shared.opts.data)
     check_sendable(p)
-    layout, command = script_layout(p.scripts), host_command(folder / "launch.py")
+    command = host_command(Path(paths_internal.script_path) / "launch.py")
+    layout = script_layout(p.scripts)
     return [
-        OtherGPUDrawer(name, drawer, HostProcess(gpu, command, folder), layout, options)
+        OtherGPUDrawer(name, drawer, HostProcess(gpu, command), layout, options)
         for name, gpu in further_gpus(count)
     ]
 

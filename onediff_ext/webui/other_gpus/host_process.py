@@ -67,11 +67,10 @@ class HostProcess:
     Args:
         gpu: For its ``CUDA_VISIBLE_DEVICES``; None where there is no GPU.
         command: From `host_command`.
-        folder: Where it works: the WebUI's own.
     """
 
-    def __init__(self, gpu: str | None, command: Sequence[str], folder: Path) -> None:
-        self._gpu, self._command, self._folder = gpu, list(command), folder
+    def __init__(self, gpu: str | None, command: Sequence[str]) -> None:
+        self._gpu, self._command = gpu, list(command)
         self._connection: Connection[Any, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Any = None
@@ -92,7 +91,6 @@ class HostProcess:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
             self._process = subprocess.Popen(
                 [*self._command, f"--port={_free_port()}"],
-                cwd=self._folder,
                 env=self._environment(where),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
