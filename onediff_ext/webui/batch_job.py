@@ -150,6 +150,7 @@ class HostDrawer(BatchDrawer[None]):
     Attributes:
         batch_count: Of the run.
         result: So far.
+        model: `model_of` the last batch that the host itself has drawn; None before the first.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class HostDrawer(BatchDrawer[None]):
         self._shown_limit = shown_limit
         self.batch_count = 0
         self.result = BatchResult()
+        self.model: tuple[str, ...] | None = None
 
     def settings_of(self, planned: PlannedPicture) -> dict[str, object]:
         """Return the host's settings that a result depends on."""
@@ -188,6 +190,10 @@ class HostDrawer(BatchDrawer[None]):
         self.result.was_stopped = self.result.was_stopped or stopped
         return stopped
 
+    def is_interrupted(self) -> bool:
+        """Whether the user wants no batch to be finished."""
+        return bool(self._state.interrupted)
+
     def draw(self, batch: BatchToDraw) -> Iterator[DrawnBatch[None]]:
         self._state.skipped = False
         width_px, height_px = batch.canvas_size_px
@@ -195,7 +201,9 @@ class HostDrawer(BatchDrawer[None]):
             f"{batch.number} of {self.batch_count}: {counted(len(batch.pictures), 'picture')} of "
             f"{width_px}x{height_px}"
         )
-        processed = self._process(self.host_job(batch))
+        job = self.host_job(batch)
+        processed = self._process(job)
+        self.model = model_of(job)
         if self._state.skipped and not self._state.interrupted:
             self.result.skipped += len(batch.pictures)
         if self._state.interrupted or self._state.skipped or processed is None:
@@ -248,6 +256,12 @@ class HostDrawer(BatchDrawer[None]):
 
     def _prompt_of(self, planned: PlannedPicture) -> Any:
         return self._p.prompt if planned.caption is None else planned.caption
+
+
+def model_of(p: Any) -> tuple[str, ...]:
+    """Return what the host says of the model that has drawn a job."""
+    names = ("sd_model_name", "sd_model_hash", "sd_vae_name", "sd_vae_hash")
+    return tuple(str(getattr(p, name, None)) for name in names)
 
 
 def _rare_settings(p: Any) -> dict[str, str]:

@@ -85,8 +85,11 @@ def _warm_up_loaded(_: Any) -> None:
     from modules import shared
 
     from onediff_ext.webui.always_visible import PANEL_HOST
+    from onediff_ext.webui.other_gpus.worker import is_worker
     from onediff_ext.webui.settings import WARM_UPS, Settings
 
+    if is_worker():
+        return  # a batch would wait for it
     settings = Settings(shared.opts)
     wanted = settings.get("onediff_warm_up")
     state = extension.existing()

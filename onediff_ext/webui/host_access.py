@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,24 +69,6 @@ def no_import_reason(flags: Any) -> str | None:
 def hides_folders(flags: Any) -> bool:
     """Whether the host was started with ``--hide-ui-dir-config``."""
     return bool(getattr(flags, "hide_ui_dir_config", False))
-
-
-def set_options(values: Mapping[str, Any]) -> None:
-    """Set options of the host that differ, with what follows from them; nothing is saved.
-
-    Args:
-        values: Of the host's ``shared.opts.data``.
-    """
-    from modules import shared
-
-    changed = {k: v for k, v in values.items() if shared.opts.data.get(k) != v}
-    try:
-        from modules.sysinfo import set_config  # Forge and Neo
-    except ImportError:
-        for name, value in changed.items():
-            shared.opts.set(name, value)
-        return
-    set_config(changed, save_config=False)
 
 
 def further_gpus(count: int) -> list[tuple[str, str | None]]:

@@ -31,4 +31,7 @@ def draw_seeded(p: Any) -> Any:
         return encode(*args, **kwargs)
 
     p.init = encode_seeded
-    return processing.process_images(p)
+    try:
+        return processing.process_images(p)
+    finally:
+        del p.init  # the class's is back

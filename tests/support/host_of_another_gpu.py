@@ -2,8 +2,10 @@
 
     python -m tests.support.host_of_another_gpu WAY
 
-WAY: "draws", "dies" in its first job, "fails" in each job, "waits" in each
-until it is interrupted, "other scripts", "ends" before it is ready, or "never ready".
+WAY: "draws", "dies" in its first job, "fails" in each job, "exits" in each with an exception that
+is no `Exception`, "answers with a lock", which cannot be sent, "waits" in each until it is
+interrupted, "hangs" in each, "another model", "other scripts", "ends" before it is ready, or
+"never ready".
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ class Job:
     """The host's processing object, with a script that sets the prompt when it is set up."""
 
     prompt: Any = None
+    sd_model_name: Any = None
+    override_settings: Any = None
 
     @property
     def script_args(self) -> Any:
@@ -60,9 +64,11 @@ def main(way: str) -> None:
         time.sleep(600)
     host = install_modules(pytest.MonkeyPatch())
     state = host.shared.state
-    state.begin, state.end = (lambda job: None), (lambda: None)
-    host.shared.opts.data = {"checkpoint": "a"}
-    host.shared.opts.set = host.shared.opts.data.__setitem__
+
+    def begin(job: str) -> None:
+        state.interrupted = False
+
+    state.begin, state.end = begin, (lambda: None)
     call_queue: Any = ModuleType("modules.call_queue")
     call_queue.queue_lock = threading.Lock()
     sys.modules["modules.call_queue"] = call_queue
@@ -75,13 +81,18 @@ def main(way: str) -> None:
             os._exit(3)
         if way == "fails":
             raise RuntimeError("no memory\nmore")
+        if way == "exits":
+            raise SystemExit("no more")
+        if way == "hangs":
+            time.sleep(600)
+        p.sd_model_name = "another" if way == "another model" else "a"
         while way == "waits" and not state.interrupted:
             time.sleep(0.01)
-        texts = [
-            f"{prompt}, {host.shared.opts.data['checkpoint']}, {p.script_args[1]}"
-            for prompt in p.prompt
-        ]
+        checkpoint = p.override_settings["sd_model_checkpoint"]
+        texts = [f"{prompt}, {checkpoint}, {p.script_args[1]}" for prompt in p.prompt]
         images = [ImageOps.invert(image) for image in p.init_images]
+        if way == "answers with a lock":
+            images = [threading.Lock()]
         return SimpleNamespace(images=["a grid", *images], infotexts=["", *texts],
                                index_of_first_image=1)  # fmt: skip
 

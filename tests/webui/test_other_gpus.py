@@ -19,11 +19,8 @@ from PIL import Image, ImageOps
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.pictures.batch.batch_drawer import DrawerLostError
-from onediff_ext.pictures.batch.batch_job import BatchJob
-from onediff_ext.pictures.size_rules import OwnSize
-from tests.support.host_of_another_gpu import SCRIPTS, script
-from tests.support.sample_pictures import save_pictures
-from tests.support.webui_stand_in import StandInJob, StandInState
+from tests.support.host_of_another_gpu import SCRIPTS, Job
+from tests.support.other_gpus import command, job_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"p{number}" for number in range(6)]
@@ -34,27 +31,16 @@ def _host(host: Any) -> None:
     """The extension's modules are imported on the stand-in."""
 
 
-def command(way: str) -> list[str]:
-    return [sys.executable, "-m", "tests.support.host_of_another_gpu", way]
-
-
 def started(way: str) -> Any:
     from onediff_ext.webui.other_gpus.host_process import HostProcess
 
-    return HostProcess(None, command(way))
-
-
-def job_of(image: Image.Image, **more: Any) -> Any:
-    p: Any = StandInJob(init_images=[image], prompt=["a fox"], seed=[3])
-    p.script_args = (0, "balanced", True, 4)
-    vars(p).update(more)
-    return p
+    return HostProcess(None, command(way), {})
 
 
 def draw(process: Any, p: Any, is_stopped: Callable[[], bool] = lambda: False) -> Any:
     from onediff_ext.webui.other_gpus.host_job import draw_message
 
-    return process.draw(draw_message(p, {"checkpoint": "b"}), is_stopped)
+    return process.draw(draw_message(p, "b"), is_stopped)
 
 
 def test_another_process_draws_with_the_jobs_values_and_the_hosts_options() -> None:
@@ -70,7 +56,15 @@ def test_another_process_draws_with_the_jobs_values_and_the_hosts_options() -> N
     assert process._process.returncode == 0
 
 
-@pytest.mark.parametrize(("way", "said"), [("dies", r"has ended \(3\)"), ("fails", "no memory$")])
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("dies", r"has ended \(3\)"),
+        ("fails", "no memory$"),
+        ("exits", "no more$"),
+        ("answers with a lock", "cannot pickle"),
+    ],
+)
 def test_a_job_that_is_not_drawn_there_is_an_error(way: str, said: str) -> None:
     process = started(way)
     try:
@@ -107,7 +101,7 @@ def test_a_process_with_another_key_is_not_heard() -> None:
 
     from onediff_ext.webui.other_gpus.host_process import _Accepting
 
-    with Listener(authkey=b"one") as listener, _Accepting(listener, b"one") as accepting:
+    with Listener(authkey=b"one") as listener, _Accepting(listener) as accepting:
         with pytest.raises((AuthenticationError, EOFError, OSError)):
             Client(listener.address, authkey=b"another")
         with pytest.raises(DrawerLostError, match="cannot be reached"):
@@ -130,17 +124,27 @@ from tests.support.webui_stand_in import install_modules
 import pytest
 install_modules(pytest.MonkeyPatch())
 from onediff_ext.webui.other_gpus.host_process import HostProcess
-process = HostProcess(None, [sys.executable, "-m", "tests.support.host_of_another_gpu", "draws"])
+command = [sys.executable, "-m", "tests.support.host_of_another_gpu", sys.argv[1]]
+process = HostProcess(None, command, {})
 process.start(lambda: True)
+if sys.argv[1] == "hangs":
+    from types import SimpleNamespace
+    from onediff_ext.webui.other_gpus.host_job import draw_message
+    p = SimpleNamespace(
+        prompt=["a"], seed=[3], init_images=[], override_settings={}, script_args=()
+    )
+    process._send(draw_message(p, "b"))
+    time.sleep(1.0)
 print(process._process.pid, flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="asks the system for a process by its number")
-def test_a_process_ends_when_the_webui_is_killed() -> None:
+@pytest.mark.parametrize("way", ["draws", "hangs"])
+def test_a_process_ends_when_the_webui_is_killed(way: str) -> None:
     webui = subprocess.Popen(
-        [sys.executable, "-c", STARTS], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STARTS, way], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert webui.stdout is not None
     pid = int(webui.stdout.readline())
@@ -155,85 +159,6 @@ def test_a_process_ends_when_the_webui_is_killed() -> None:
         time.sleep(0.05)
     os.kill(pid, 9)
     pytest.fail("the process on another GPU is still there")
-
-
-@pytest.fixture
-def run(
-    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, int], tuple[Any, list[Any]]]:
-    """Run a folder of six pictures on processes that draw in a way; returns the result, and the
-    jobs of the host itself."""
-    paths: Any = ModuleType("modules.paths_internal")
-    paths.script_path = str(ROOT)
-    monkeypatch.setitem(sys.modules, "modules.paths_internal", paths)
-    host.shared.opts.data = {"checkpoint": "b"}
-    folder = save_pictures(tmp_path / "in", **dict.fromkeys(NAMES, (64, 64)))
-
-    def run(way: str, further: int) -> tuple[Any, list[Any]]:
-        from onediff_ext.webui.batch_job import run_batch_job
-        from onediff_ext.webui.other_gpus import drawer
-
-        monkeypatch.setattr(drawer, "host_command", lambda launcher: command(way))
-        p = job_of(Image.new("RGB", (64, 64)), seed=3, prompt="a fox")
-        p.scripts = SimpleNamespace(scripts=[script(*each) for each in SCRIPTS])
-        drew, jobs = threading.Event(), []
-        count = drawer.OtherGPUDrawer.on_written
-        lose = drawer.OtherGPUDrawer.on_lost
-        monkeypatch.setattr(drawer.OtherGPUDrawer, "on_written", lambda *a: (drew.set(), count(*a)))
-        monkeypatch.setattr(drawer.OtherGPUDrawer, "on_lost", lambda *a: (drew.set(), lose(*a)))
-
-        def process(job: Any) -> Any:
-            assert not further or drew.wait(60.0)
-            jobs.append(job)
-            images = [ImageOps.invert(image) for image in job.init_images]
-            return SimpleNamespace(images=images, infotexts=["here"] * len(images))
-
-        state: Any = StandInState()
-        state.job_no = 0
-        result = run_batch_job(
-            p,
-            BatchJob([folder], tmp_path / "out", OwnSize(), seed=3, batch_size=1),
-            process=process,
-            state=state,
-            identity={"checkpoint": "abc"},
-            further=lambda one: drawer.drawers_on_other_gpus(p, further, one),
-        )
-        assert len(jobs) == 6 - sum(result.drawn_by.values())
-        assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == NAMES
-        assert state.job_no == sum(result.drawn_by.values())
-        return result, jobs
-
-    return run
-
-
-def test_a_folder_is_shared_out(run: Any) -> None:
-    result, jobs = run("draws", 2)
-    assert len(jobs) < 6
-    assert set(result.drawn_by) <= {"process 2", "process 3"}
-    assert result.lost == {}
-    assert "of them on process" in result.summary()
-    assert {"here", "a fox, b, balanced"} == set(result.infotexts)
-
-
-@pytest.mark.parametrize(
-    ("way", "said"),
-    [
-        ("ends", "process 2 stopped drawing: the WebUI there has ended (1)."),
-        ("dies", "process 2 stopped drawing: the WebUI there has ended (3)."),
-        ("fails", "process 2 stopped drawing: no memory."),
-        ("other scripts", "process 2 stopped drawing: the WebUI there has other scripts."),
-    ],
-)
-def test_the_host_draws_what_others_cannot(run: Any, way: str, said: str) -> None:
-    result, jobs = run(way, 1)
-    assert len(jobs) == 6
-    assert said in result.summary()
-
-
-def test_one_gpu_starts_no_process(run: Any) -> None:
-    result, jobs = run("no such way", 0)
-    assert len(jobs) == 6
-    assert result.summary() == "6 pictures drawn."
 
 
 def test_a_job_that_cannot_be_sent_names_what_is_in_the_way() -> None:
@@ -255,7 +180,8 @@ def test_the_command_is_the_hosts_without_page_and_gpu(
     from onediff_ext.webui.other_gpus.host_process import host_command
 
     flags = ["--port", "7860", "--medvram", "--api", "--api-auth=a:b", "--device-id", "1",
-             "--ckpt", "model.safetensors", "--listen", "--server-name", "0.0.0.0"]  # fmt: skip
+             "--ckpt", "model.safetensors", "--vae-device", "cuda:1", "--listen", "--server-name",
+             "0.0.0.0"]  # fmt: skip
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "utf8", "launch.py", *flags])
     monkeypatch.setattr(sys, "argv", [launched, *flags, "--share", "--no-half"])  # of a variable
     found = host_command(Path("/webui/launch.py"))
@@ -264,7 +190,7 @@ def test_the_command_is_the_hosts_without_page_and_gpu(
     rest = found[len(prefix) + 1 :]
     assert rest[:4] == ["--medvram", "--ckpt", "model.safetensors", "--no-half"]
     assert {"--nowebui", "--server-name=127.0.0.1"} <= set(rest)
-    assert not {"--listen", "--share", "7860", "a:b", "1", "0.0.0.0"} & set(rest)
+    assert not {"--listen", "--share", "7860", "a:b", "1", "cuda:1", "0.0.0.0"} & set(rest)
 
 
 def test_its_api_has_a_password_of_its_own_and_the_gpu_is_its_only_one() -> None:
@@ -272,7 +198,7 @@ def test_its_api_has_a_password_of_its_own_and_the_gpu_is_its_only_one() -> None
     from onediff_ext.webui.other_gpus.messages import VARIABLE
 
     where = {"address": "a", "key": "00"}
-    found = [HostProcess("3", [])._environment(where) for _ in range(2)]
+    found = [HostProcess("3", [], {})._environment(where) for _ in range(2)]
     assert found[0]["CUDA_VISIBLE_DEVICES"] == "3"
     assert json.loads(found[0][VARIABLE]) == where
     passwords = {each["COMMANDLINE_ARGS"] for each in found}
@@ -306,16 +232,85 @@ def test_the_other_gpus(
     assert host_access.further_gpus(9) == expected
 
 
-def test_only_options_that_differ_are_set(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onediff_ext.webui.host_access import set_options
+def test_a_process_has_the_hosts_settings_in_files_of_its_own() -> None:
+    from onediff_ext.webui.other_gpus.host_process import HostProcess
 
-    done: list[tuple[Any, ...]] = []
-    host.shared.opts.data = {"a": 1, "b": 2}
-    host.shared.opts.set = lambda *given: done.append(given)
-    set_options({"a": 1, "b": 3})
-    assert done == [("b", 3)]
-    sysinfo: Any = ModuleType("modules.sysinfo")
-    sysinfo.set_config = lambda changed, save_config: done.append((changed, save_config))
-    monkeypatch.setitem(sys.modules, "modules.sysinfo", sysinfo)
-    set_options({"a": 1, "b": 3})
-    assert done[1:] == [({"b": 3}, False)]
+    options = {"sd_vae": "a.safetensors", "restore_config_state_file": "x", "odd": Path("b")}
+    process = HostProcess(None, [sys.executable, "-c", ECHO], options)
+    with pytest.raises(DrawerLostError, match=r"has ended \(0\)"):
+        process.start(lambda: True)
+    folder = Path(process._folder.name)
+    said = json.loads((folder / "log.txt").read_text(encoding="utf-8"))
+    assert said == {"sd_vae": "a.safetensors", "restore_config_state_file": "", "odd": "b"}
+    process.close()
+    assert not folder.exists()
+
+
+ECHO = """
+import sys
+(flag,) = (flag for flag in sys.argv if flag.startswith("--ui-settings-file="))
+print(open(flag.split("=", 1)[1]).read())
+"""
+
+
+def test_a_process_that_cannot_be_started_is_an_error() -> None:
+    from onediff_ext.webui.other_gpus.host_process import HostProcess
+
+    process = HostProcess(None, ["/no/such/python"], {})
+    with pytest.raises(DrawerLostError, match="no WebUI can be started there"):
+        process.start(lambda: True)
+    process.close()
+
+
+def test_an_interrupt_that_comes_before_the_job_begins_counts(host: Any) -> None:
+    from onediff_ext.webui.other_gpus.worker import Worker
+
+    host.shared.state.begin = lambda job: setattr(host.shared.state, "interrupted", False)
+    host.shared.state.end = lambda: None
+    call_queue: Any = ModuleType("modules.call_queue")
+    call_queue.queue_lock = threading.Lock()
+    sys.modules["modules.call_queue"] = call_queue
+    host.scripts.scripts_img2img = None
+    host.processing.StableDiffusionProcessingImg2Img = Job
+    host.processing.process_images = lambda p: SimpleNamespace(
+        images=[host.shared.state.interrupted], infotexts=[""]
+    )
+    from onediff_ext.webui.other_gpus.messages import Draw
+
+    worker = Worker("", b"")
+    message = Draw({"seed": [1], "override_settings": {}}, (), "")
+    assert worker._drawn(message).images == [False]
+    worker._interrupt()
+    assert worker._drawn(message).images == [True]
+
+
+@pytest.mark.parametrize("connects", ["late", "never", "in the middle"])
+def test_the_wait_for_a_process_ends_with_its_block(
+    monkeypatch: pytest.MonkeyPatch, connects: str
+) -> None:
+    from multiprocessing.connection import Client, Listener
+
+    from onediff_ext.webui.other_gpus import host_process
+
+    set_result = host_process.Future.set_result
+
+    def slowly(*given: Any) -> None:
+        set_result(*given)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(host_process.Future, "set_result", slowly)
+    started_at = time.monotonic()
+    with Listener(authkey=b"one") as listener:
+        with host_process._Accepting(listener) as accepting:
+            if connects == "late":
+                client = threading.Thread(target=Client, args=(listener.address,),
+                                          kwargs={"authkey": b"one"})  # fmt: skip
+                client.start()
+                assert accepting.connection(20.0) is not None
+                client.join()
+            elif connects == "in the middle":
+                half = Client(listener.address)  # it does not answer the challenge yet
+                assert accepting.connection(0.2) is None
+        if connects == "in the middle":
+            half.close()
+    assert time.monotonic() - started_at < 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ def drawers_on_other_gpus(p: Any, count: int, drawer: HostDrawer) -> list[Furthe
         return []
     from modules import paths_internal, shared
 
-    options = dict(shared.opts.data)
     check_sendable(p)
     command = host_command(Path(paths_internal.script_path) / "launch.py")
-    layout = script_layout(p.scripts)
+    options = dict(shared.opts.data)
+    layout, checkpoint = script_layout(p.scripts), str(options.get("sd_model_checkpoint") or "")
     return [
-        OtherGPUDrawer(name, drawer, HostProcess(gpu, command), layout, options)
+        OtherGPUDrawer(name, drawer, HostProcess(gpu, command, options), layout, checkpoint)
         for name, gpu in further_gpus(count)
     ]
 
@@ -54,7 +54,7 @@ class OtherGPUDrawer(FurtherDrawer[None]):
         drawer: Draws on the host's own GPU; knows the job and gets the results.
         process: Not started yet.
         layout: Of the host's scripts.
-        options: The host's ``shared.opts.data`` when the run began.
+        checkpoint: The title of the host's checkpoint when the run began, or "".
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class OtherGPUDrawer(FurtherDrawer[None]):
         drawer: HostDrawer,
         process: HostProcess,
         layout: Layout,
-        options: Mapping[str, Any],
+        checkpoint: str,
     ) -> None:
         self._name, self._drawer, self._process = name, drawer, process
-        self._layout, self._options = layout, options
+        self._layout, self._checkpoint = layout, checkpoint
 
     def open(self, is_wanted: Callable[[], bool]) -> bool:
         layout = self._process.start(is_wanted)
@@ -78,10 +78,12 @@ class OtherGPUDrawer(FurtherDrawer[None]):
         return self._drawer.is_stopped()
 
     def draw(self, batch: BatchToDraw) -> Iterator[DrawnBatch[None]]:
-        message = draw_message(self._drawer.host_job(batch), self._options)
-        answer = self._process.draw(message, self._drawer.is_stopped)
+        message = draw_message(self._drawer.host_job(batch), self._checkpoint)
+        answer = self._process.draw(message, self._drawer.is_interrupted)
         if answer is None:
             return
+        if self._drawer.model not in (None, answer.model):
+            raise DrawerLostError(f"the WebUI there draws with another model: {answer.model}")
         drawn = self._drawer.drawn_batch(batch, answer.images, answer.infotexts)
         if drawn.pictures:
             self._drawer.count(self._name, len(drawn.pictures))

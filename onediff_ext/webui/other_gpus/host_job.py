@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from typing import Any
 
 from onediff_ext.core.errors import OptionError
@@ -35,15 +34,14 @@ def check_sendable(p: Any) -> None:
         _check(f"argument {number} of its scripts", value)
 
 
-def draw_message(p: Any, options: Mapping[str, Any]) -> Draw:
+def draw_message(p: Any, checkpoint: str) -> Draw:
     """Return what another process needs to draw a job.
 
     Args:
         p: The host's img2img processing object, ready to be drawn; `check_sendable` has passed.
-        options: The host's ``shared.opts.data``; those that cannot be sent are left out.
+        checkpoint: The title of the host's checkpoint, or "".
     """
-    known = {name: value for name, value in options.items() if _reason(value) is None}
-    return Draw(_attributes(p), tuple(p.script_args), known)
+    return Draw(_attributes(p), tuple(p.script_args), checkpoint)
 
 
 def _attributes(p: Any) -> dict[str, Any]:
@@ -71,11 +69,14 @@ def made_again(message: Draw, processing_class: Any, runner: Any) -> Any:
         runner: The host's ``scripts_img2img``.
     """
     p = processing_class()
+    p.is_api = message.attributes.get("is_api", False)  # not all scripts are set up then
     # The host sets scripts up here, and some set seeds and samplers from their arguments.
     p.scripts = runner
     p.script_args = message.script_args
     for name, value in message.attributes.items():
         setattr(p, name, value)
+    if message.checkpoint:  # the command line of this process may name another one
+        p.override_settings = {"sd_model_checkpoint": message.checkpoint, **p.override_settings}
     return p
 
 

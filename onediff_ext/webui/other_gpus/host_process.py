@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from onediff_ext.pictures.batch.batch_drawer import DrawerLostError
 from onediff_ext.webui.other_gpus.messages import (
@@ -36,6 +36,7 @@ from onediff_ext.webui.other_gpus.messages import (
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_EXIT_S = 2.0  # for a process or thread that ends
 _END_S = 20.0
 _INTERRUPT_S = 60.0  # until a job that was interrupted has to answer
 _LOG_CHARACTERS = 2000
@@ -44,7 +45,9 @@ _WITH_VALUE = frozenset(
     {
         "--port", "--server-name", "--gradio-auth", "--gradio-auth-path", "--api-auth", "--ngrok",
         "--ngrok-options", "--ngrok-region", "--subpath", "--tls-keyfile", "--tls-certfile",
-        "--device-id", "--gpu-device-id", "--cors-allow-origins", "--cors-allow-origins-regex",
+        "--device-id", "--gpu-device-id", "--vae-device", "--text-enc-device",
+        "--cors-allow-origins", "--cors-allow-origins-regex",
+        "--ui-settings-file", "--ui-config-file",
     }
 )  # fmt: skip
 _ALONE = frozenset(
@@ -57,7 +60,7 @@ _ALONE = frozenset(
 )  # fmt: skip
 _ADDED = (
     "--nowebui", "--server-name=127.0.0.1", "--skip-prepare-environment", "--skip-install",
-    "--skip-python-version-check",
+    "--skip-python-version-check", "--no-prompt-history",
 )  # fmt: skip
 
 
@@ -67,13 +70,14 @@ class HostProcess:
     Args:
         gpu: For its ``CUDA_VISIBLE_DEVICES``; None where there is no GPU.
         command: From `host_command`.
+        options: The host's ``shared.opts.data``: it starts with these settings.
     """
 
-    def __init__(self, gpu: str | None, command: Sequence[str]) -> None:
-        self._gpu, self._command = gpu, list(command)
+    def __init__(self, gpu: str | None, command: Sequence[str], options: Mapping[str, Any]) -> None:
+        self._gpu, self._command, self._options = gpu, list(command), options
         self._connection: Connection[Any, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: Any = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self, is_wanted: Callable[[], bool]) -> Layout | None:
         """Start the process and wait until it can draw.
@@ -82,21 +86,27 @@ class HostProcess:
             The layout of its scripts; None when it is not wanted any more.
 
         Raises:
-            DrawerLostError: It ended before.
+            DrawerLostError: It ended before, or cannot be started.
         """
+        try:
+            return self._start(is_wanted)
+        except OSError as exc:  # no room for its files, no memory
+            raise DrawerLostError(f"no WebUI can be started there: {exc}") from exc
+
+    def _start(self, is_wanted: Callable[[], bool]) -> Layout | None:
         key = secrets.token_bytes(32)
         # A socket in a folder of this user alone, or a pipe on Windows.
         with Listener(authkey=key) as listener:
             where = {"address": listener.address, "key": key.hex()}
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-            self._process = subprocess.Popen(
-                [*self._command, f"--port={_free_port()}"],
-                env=self._environment(where),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-            )
-            with _Accepting(listener, key) as accepting:
+            with self._new_folder() as log:
+                self._process = subprocess.Popen(
+                    [*self._command, *self._own_files(), f"--port={_free_port()}"],
+                    env=self._environment(where),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            with _Accepting(listener) as accepting:
                 while (connection := accepting.connection(_LOOK_S)) is None:
                     if not is_wanted():
                         return None
@@ -135,21 +145,42 @@ class HostProcess:
 
     def close(self) -> None:
         """End the process."""
-        if self._process is None:
-            return
+        if self._process is not None:
+            self._end(self._process)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(DrawerLostError):
             if self._connection is not None:
                 self._send(End())
             else:
-                self._process.terminate()
+                process.terminate()
         try:
-            self._process.wait(_END_S)
+            process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
         if self._connection is not None:
             self._connection.close()
-        self._log.close()
+
+    def _new_folder(self) -> BinaryIO:
+        """Make the folder of its files; returns the log, open for writing."""
+        # Windows keeps files of a process that has just ended for a moment.
+        self._folder = tempfile.TemporaryDirectory(prefix="onediff-", ignore_cleanup_errors=True)
+        settings = {**self._options, "restore_config_state_file": ""}
+        path = Path(self._folder.name) / "config.json"
+        path.write_text(json.dumps(settings, default=str), encoding="utf-8")
+        return (Path(self._folder.name) / "log.txt").open("wb")
+
+    def _own_files(self) -> list[str]:
+        """Flags for files that the host writes: the user's stay as they are."""
+        assert self._folder is not None
+        folder = Path(self._folder.name)
+        return [
+            f"--ui-settings-file={folder / 'config.json'}",
+            f"--ui-config-file={folder / 'ui-config.json'}",
+        ]
 
     def _environment(self, where: dict[str, Any]) -> dict[str, str]:
         environment = {**os.environ, VARIABLE: json.dumps(where)}
@@ -163,9 +194,10 @@ class HostProcess:
         """Return the error for a process that has ended, and show the end of what it has said."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LOOK_S)
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip()
+            self._process.wait(_EXIT_S)
+        assert self._folder is not None
+        log = Path(self._folder.name) / "log.txt"
+        said = log.read_bytes().decode(errors="replace").strip()
         logger.warning("A WebUI on another GPU said last:\n%s", said[-_LOG_CHARACTERS:])
         return DrawerLostError(f"the WebUI there has ended ({self._process.returncode})")
 
@@ -173,8 +205,8 @@ class HostProcess:
         assert self._connection is not None
         try:
             self._connection.send_bytes(pickle.dumps(message))
-        except (OSError, ValueError) as exc:
-            raise DrawerLostError(f"the WebUI there does not answer: {exc}") from exc
+        except Exception as exc:  # scripts may have changed what was checked
+            raise DrawerLostError(f"a batch cannot be sent there: {exc}") from exc
 
     def _answer(self, is_stopped: Callable[[], bool], limit_s: float | None = None) -> Any:
         """Return the next message; None when the run is stopped or the time is over."""
@@ -186,6 +218,8 @@ class HostProcess:
                     return pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError) as exc:
                 raise self._ended() from exc
+            except Exception as exc:
+                raise DrawerLostError(f"its answer cannot be read: {exc}") from exc
             waited_s += _LOOK_S
             if is_stopped() or (limit_s is not None and waited_s >= limit_s):
                 return None
@@ -196,11 +230,10 @@ class _Accepting:
 
     Args:
         listener: Where the other process connects.
-        key: Of the listener.
     """
 
-    def __init__(self, listener: Listener, key: bytes) -> None:
-        self._listener, self._key = listener, key
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
         self._accepted: Future[Connection[Any, Any]] = Future()
         self._thread = threading.Thread(target=self._accept, name="onediff-accept", daemon=True)
 
@@ -209,10 +242,10 @@ class _Accepting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread.is_alive():  # it waits for a connection, so here is one
-            with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                Client(self._listener.address, authkey=self._key).close()
-        self._thread.join()
+        if not self._accepted.done():  # it may wait for a connection, so here is one
+            with contextlib.suppress(OSError):
+                Client(self._listener.address).close()  # without the key, so it waits for nothing
+        self._thread.join(_EXIT_S)
 
     def connection(self, timeout_s: float) -> Connection[Any, Any] | None:
         """Return the connection, or None when there is none after some seconds.

@@ -30,12 +30,12 @@ class Draw:
     Args:
         attributes: Of the host's processing object.
         script_args: The arguments of all scripts.
-        options: The host's ``shared.opts.data``.
+        checkpoint: The title of the host's checkpoint, or "".
     """
 
     attributes: dict[str, Any]
     script_args: tuple[Any, ...]
-    options: dict[str, Any]
+    checkpoint: str
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class Drawn:
     Args:
         images: In the order of the job.
         infotexts: One for each.
+        model: From `batch_job.model_of`.
     """
 
     images: list[Any]
     infotexts: list[str]
+    model: tuple[str, ...]
 
 
 @dataclass(frozen=True)
