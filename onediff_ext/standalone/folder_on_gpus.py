@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from onediff_ext.core.child_processes import wait_or_kill
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
@@ -197,11 +198,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is not None:
         return
     process.terminate()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    wait_or_kill(process, _END_S)
 
 
 def _error_of(said: str) -> OneDiffError:

@@ -1,4 +1,4 @@
-"""The WebUI's own command line, options and GPUs."""
+"""The WebUI's own command line and GPUs."""
 
 from __future__ import annotations
 

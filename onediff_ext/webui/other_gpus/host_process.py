@@ -21,6 +21,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from onediff_ext.core.child_processes import wait_or_kill
 from onediff_ext.pictures.batch.batch_drawer import DrawerLostError
 from onediff_ext.webui.other_gpus.messages import (
     VARIABLE,
@@ -136,7 +137,7 @@ class HostProcess:
         answer = self._answer(is_stopped)
         if answer is None:
             self._send(Interrupt())
-            answer = self._answer(lambda: False, _INTERRUPT_S)
+            self._answer(lambda: False, _INTERRUPT_S)  # half-drawn pictures are not results
             return None
         if isinstance(answer, Failed):
             raise DrawerLostError(answer.reason)
@@ -156,11 +157,7 @@ class HostProcess:
                 self._send(End())
             else:
                 process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        wait_or_kill(process, _END_S)
         if self._connection is not None:
             self._connection.close()
 
@@ -295,5 +292,4 @@ def _kept(flags: Sequence[str]) -> list[str]:
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+        return int(free.getsockname()[1])
