@@ -8,6 +8,7 @@ from benchmarks.small_gpu_table import WEBUIS
 from benchmarks.webui_phases import SAMPLER, STEPS
 
 SCRIPTS = "scripts"
+_HOW = {"eager": "without", "ours-exact": "with", "ours-fp8": "with, fp8"}
 # In the order of a picture; what a host has beside these is summed.
 COLUMNS = {
     STEPS: ("UNet",),
@@ -20,23 +21,24 @@ COLUMNS = {
 
 
 def phases_table(runs: list[dict[str, Any]], task: str = "txt2img") -> str:
-    """Milliseconds of a picture's phases, without and with OneDiff, by host and size.
+    """Milliseconds of a picture's phases, without and with OneDiff, by host, GPU and size.
 
     Args:
         runs: Of `benchmarks.webui`, with phases.
         task: Of "txt2img" and "img2img".
     """
-    titles = ["host", "size", "", "picture", *COLUMNS, "rest"]
+    titles = ["host", "GPU", "size", "", "picture", *COLUMNS, "rest"]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for run in runs:
         name = WEBUIS.get(run["host"], run["host"])
+        gpu = run["fingerprint"]["gpu"].removeprefix("NVIDIA ").split()[0]
         rows = [row for row in run["rows"] if row["task"] == task and "phases" in row]
         sizes = list(dict.fromkeys((row["width"], row["height"]) for row in rows))
         for width, height in sizes:
             for row in rows:
                 if (row["width"], row["height"]) == (width, height):
-                    how = "without" if row["contender"] == "eager" else "with"
-                    cells = [name, f"{width}x{height}", how, *_cells(row)]
+                    how = _HOW[row["contender"]]
+                    cells = [name, gpu, f"{width}x{height}", how, *_cells(row)]
                     lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from benchmarks.phases_table import phases_table
 from benchmarks.plain_rows import as_used, beside_unet
 from benchmarks.results import read_result
 from benchmarks.small_gpu_table import MODELS, WEBUIS, small_gpu_table
+from benchmarks.webui_gpus_table import webui_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -73,6 +74,7 @@ SMALL_GPU_RUNS = (
     *("a1111-sd15-4gb", "neo-sdxl-6gb", "forge-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb"),
     *("forge-sdxl-8gb", "diffusers-sdxl-8gb", "neo-sdxl-12gb-hires", "forge-sdxl-12gb-hires"),
 )
+PHASES_RUNS = ("a1111-sdxl-h100", "a1111-sdxl-h200", "forge-sdxl-h100", "neo-sdxl-h100")
 
 Figures = dict[str, Any]
 
@@ -172,8 +174,9 @@ def with_tables(text: str, results: Path) -> str:
             result("neo-compile-sd15-max-autotune-h200")
         ),
         "webui phases": lambda: phases_table(
-            [result(f"webui-phases-{host}-sdxl-h100") for host in ("a1111", "forge", "neo")]
+            [result(f"webui-phases-{run}") for run in PHASES_RUNS]
         ),
+        "webui gpus": lambda: _table(*webui_gpus(result("webui-gpus-sdxl-h200x2"))),
         "small gpu": lambda: small_gpu_table(
             [result(f"small-gpu-{run}-h100") for run in SMALL_GPU_RUNS]
         ),

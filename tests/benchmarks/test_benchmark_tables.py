@@ -12,6 +12,7 @@ from benchmarks import plot, start_up, tables
 from benchmarks.flash_table import flash_kernels, flash_models
 from benchmarks.guidance_table import guidance_rows
 from benchmarks.results import write_result
+from benchmarks.webui_gpus_table import webui_gpus
 
 FINGERPRINT = {"gpu": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
 
@@ -179,6 +180,13 @@ def test_a_webuis_pictures_stand_beside_its_own_of_the_same_job() -> None:
         "| A1111, SD1.5 | txt2img, 768x512 | 0.66 | 0.33 | 2.0 | 53 |",
         "| Forge, SDXL | txt2img, 768x512 | 1.50 | 1.00 | 1.5 | 53 |",
     ]
+
+
+def test_a_folder_on_several_gpus_stands_beside_one_gpus() -> None:
+    more = {"equal": 7, "largest_difference": 2, "times_faster": 1.561}
+    rows = [{"gpus": 1, "seconds": 122.66}, {"gpus": 2, "seconds": 78.59, **more}]
+    _, lines = webui_gpus({"pictures": 8, "rows": rows})
+    assert lines == [[1, "122.7", "1.00", "-", "-"], [2, "78.6", "1.56", "7 of 8", 2]]
 
 
 def test_start_up_has_rows_and_a_table() -> None:

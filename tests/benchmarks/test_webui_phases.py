@@ -202,8 +202,12 @@ def test_the_table_says_each_second_once() -> None:
         row | {"phases": phases | {"moving models": 0.03, "freeing memory": 0.01}},
         row | {"phases": phases, "task": "img2img"},
         row | {"phases": phases, "contender": "ours-exact"},
+        row | {"phases": phases | {"UNet": 0.5}, "contender": "ours-fp8", "seconds": 0.9},
     ]
-    assert phases_table([{"host": "neo", "rows": rows}]).splitlines()[2:] == [
-        "| Forge Neo | 512x448 | without | 1000 | 600 | 100 | 0 | 200 | 50 | 10 | 40 |",
-        "| Forge Neo | 512x448 | with | 1000 | 600 | 100 | 0 | 200 | 50 | 10 | 0 |",
+    first = {"host": "neo", "fingerprint": {"gpu": "NVIDIA H100 80GB HBM3"}, "rows": rows[:3]}
+    second = {"host": "a1111", "fingerprint": {"gpu": "NVIDIA H200"}, "rows": rows[3:]}
+    assert phases_table([first, second]).splitlines()[2:] == [
+        "| Forge Neo | H100 | 512x448 | without | 1000 | 600 | 100 | 0 | 200 | 50 | 10 | 40 |",
+        "| Forge Neo | H100 | 512x448 | with | 1000 | 600 | 100 | 0 | 200 | 50 | 10 | 0 |",
+        "| A1111 | H200 | 512x448 | with, fp8 | 900 | 500 | 100 | 0 | 200 | 50 | 10 | 0 |",
     ]
