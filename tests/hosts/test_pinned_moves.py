@@ -842,5 +842,9 @@ def test_what_a1111_moves_is_found() -> None:
         module.register_forward_pre_hook(send_me_to_gpu)
     model.text.register_forward_pre_hook(lambda *_: None)  # somebody else's
     assert set(moved_models(model)) == {model.unet, model.vae, model.text}
+    model.lowvram = True
+    assert set(moved_models(model)) == {model.unet, model.vae, model.text}
+    model.lowvram = False  # as the host says of a model that it does not move
+    assert moved_models(model) == []
     bring_to_gpu(model.unet)
     assert seen == [model.unet]
