@@ -125,7 +125,7 @@ class AttentionGate:
         self._model, self._layer_reason = model, layer_reason
         self._shared = _models.setdefault(model, _Shared())
         self.lock = self._shared.lock
-        self._blocks: list[tuple[BlockRunner | None, GatedAttention]] = []
+        self._blocks: list[tuple[nn.Module, GatedAttention]] = []
         self._kept: AttentionOutputs | None = None
         self._state: Hashable = None
         self.frozen, self.reason = 0, ""
@@ -195,8 +195,10 @@ class AttentionGate:
         """Have all layers keep their outputs, or return kept ones, within the ``with`` block."""
         variant = (mode, self._shared.generation)
         with ExitStack() as stack:
-            for (runner, attention), kept in zip(self._blocks, outputs.each, strict=True):
+            for (block, attention), kept in zip(self._blocks, outputs.each, strict=True):
                 attention.kept = kept
+                # As it is now: a callback may compile a pipeline, or undo that, within a picture.
+                runner = _runner_of(block)
                 if runner is None:
                     stack.enter_context(attention.in_place())
                 else:
@@ -223,7 +225,7 @@ class AttentionGate:
             reason = CHANGED_ATTENTION if is_changed else self._layer_reason(layer)
             if reason:
                 return reason
-            self._blocks.append((_runner_of(module), GatedAttention(module, self._shared.mode)))
+            self._blocks.append((module, GatedAttention(module, self._shared.mode)))
         return "" if self._blocks else NO_ATTENTION
 
 

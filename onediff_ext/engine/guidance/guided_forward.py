@@ -112,7 +112,7 @@ class GuidedForward(StandIn):
 
     def begin(self) -> None:
         """Begin the picture, on this thread. It becomes the outermost wrapper of the forward."""
-        self._patches.set(self._model, forward_slot(self._model), self)
+        self._stand()
         _pictures().append(self)
 
     def end(self) -> None:
@@ -122,6 +122,14 @@ class GuidedForward(StandIn):
         self._halves.forget()
         if self.gate is not None:
             self.gate.forget()
+        self._leave()
+
+    def _stand(self) -> None:
+        """Stand around what the model's forward is now."""
+        self._inner = inner_forward_of(self._model)
+        self._patches.set(self._model, forward_slot(self._model), self)
+
+    def _leave(self) -> None:
         for name in self._patches.undo():
             logger.warning("another extension has replaced %s since", name)
 
@@ -179,6 +187,30 @@ class GuidedForward(StandIn):
         self.counts["whole"] += 1
         self.reason = reason
         return self._inner(*args, **kwargs)
+
+
+@contextmanager
+def lifted_guidance(model: object) -> Iterator[None]:
+    """A context without the pictures' forwards of a model, which wrap what is there at the end.
+
+    A callback may compile the model, or switch DeepCache, while a picture is drawn. What comes then
+    belongs under these: a CUDA graph must not contain their decisions.
+
+    Args:
+        model: The host's denoiser; others have none of these forwards.
+    """
+    lifted: list[GuidedForward] = []
+    while isinstance(model, nn.Module):
+        outermost = vars(model).get(forward_slot(model))
+        if not isinstance(outermost, GuidedForward):
+            break
+        outermost._leave()
+        lifted.append(outermost)
+    try:
+        yield
+    finally:
+        for each in reversed(lifted):
+            each._stand()
 
 
 def _pictures() -> list[GuidedForward]:

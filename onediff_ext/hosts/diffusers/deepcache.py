@@ -20,6 +20,7 @@ from onediff_ext.engine.deepcache.deepcache_forward import (
     deepcache_of,
     installed_deepcache,
 )
+from onediff_ext.engine.guidance.guided_forward import lifted_guidance
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.timesteps import are_of_one_tensor
@@ -65,18 +66,19 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
     Raises:
         OptionError: An option cannot be used, or the UNet has another class.
     """
-    chosen = check_deepcache(pipe, options)
     unet: Any = getattr(pipe, "unet", None)
-    _leave_other_unet(pipe)
-    switch = switch_of(unet)
-    if switch is not None and not switch.is_outermost:
-        switch.remove()
-        switch = None
-    if switch is None:
-        switch = Switch(unet)
-        switch.install()
-    switch.cache.begin_picture(chosen)
-    switch.use(pipe)
+    with lifted_guidance(unet):
+        chosen = check_deepcache(pipe, options)
+        _leave_other_unet(pipe)
+        switch = switch_of(unet)
+        if switch is not None and not switch.is_outermost:
+            switch.remove()
+            switch = None
+        if switch is None:
+            switch = Switch(unet)
+            switch.install()
+        switch.cache.begin_picture(chosen)
+        switch.use(pipe)
     return pipe
 
 
@@ -108,10 +110,12 @@ def check_deepcache(pipe: object, options: object) -> DeepCacheOptions:
 
 def disable_deepcache(pipe: Pipe) -> Pipe:
     """Leave a pipeline as it was before `enable_deepcache`; does nothing if it is not enabled."""
-    _leave_other_unet(pipe)
-    switch = switch_of(getattr(pipe, "unet", None))
-    if switch is not None:
-        switch.remove()
+    unet: Any = getattr(pipe, "unet", None)
+    with lifted_guidance(unet):
+        _leave_other_unet(pipe)
+        switch = switch_of(unet)
+        if switch is not None:
+            switch.remove()
     return pipe
 
 
@@ -182,24 +186,27 @@ def deepcache_for(pipe: Any, options: DeepCacheOptions) -> Iterator[None]:
 def lifted(pipe: object) -> Iterator[None]:
     """A context without a pipeline's DeepCache, which then wraps what is there at the end.
 
-    DeepCache has to be the outermost wrapper: a CUDA graph must not contain its decisions.
+    DeepCache has to be the outermost wrapper: a CUDA graph must not contain its decisions. So have
+    the forwards of pictures with guidance steps, which stand around it.
     """
-    with lifted_from(getattr(pipe, "unet", None)):
+    unet = getattr(pipe, "unet", None)
+    with lifted_from(getattr(pipe, "transformer", None) if unet is None else unet):
         yield
 
 
 @contextmanager
 def lifted_from(model: object) -> Iterator[None]:
     """`lifted` for one model."""
-    cache = deepcache_of(model) if isinstance(model, nn.Module) else None
-    if cache is None:
-        yield
-        return
-    cache.remove()
-    try:
-        yield
-    finally:
-        cache.install()
+    with lifted_guidance(model):
+        cache = deepcache_of(model) if isinstance(model, nn.Module) else None
+        if cache is None:
+            yield
+            return
+        cache.remove()
+        try:
+            yield
+        finally:
+            cache.install()
 
 
 class Switch:

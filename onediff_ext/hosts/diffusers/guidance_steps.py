@@ -98,7 +98,8 @@ def guidance_steps_for(pipe: Any, options: GuidanceOptions) -> Iterator[GuidedFo
         yield None
         return
     model = denoiser_of(pipe)
-    forward = GuidedForward(model, options, _PipelineCalls(pipe), _layer_reason)
+    calls = _PipelineCalls(pipe, watches_prompt=options.method == "gate")
+    forward = GuidedForward(model, options, calls, _layer_reason)
     if compiled_modules(model):  # Dynamo sees no Python code of ours
         forward.reason = TORCH_COMPILES
         yield forward
@@ -141,14 +142,20 @@ class _PipelineCalls:
 
     The pipeline passes the elements of its scheduler's tensor of timesteps, in order: their place
     in its memory tells the step.
+
+    Args:
+        pipe: The pipeline.
+        watches_prompt: Whether calls tell their prompts apart.
     """
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Any, *, watches_prompt: bool) -> None:
         self._pipe, self._model = pipe, denoiser_of(pipe)
+        self._watches_prompt = watches_prompt
         self._timesteps: torch.Tensor | None = None  # kept, so that no other one gets its memory
         self._first, self._last = 0, -1
         self._text: object = None  # the prompt of the last call, kept as the timesteps are
         self._written, self._prompts = 0, 0
+        self._values: torch.Tensor | None = None  # of a prompt whose writes torch does not count
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GuidedCall | str:
         given = {**dict(zip(_POSITIONS, args, strict=False)), **kwargs}
@@ -173,10 +180,17 @@ class _PipelineCalls:
         return GuidedCall(step, steps, latents, prompt=prompt, is_last=is_last)
 
     def _prompt_number(self, text: object) -> int:
-        """Another number for another tensor, or one that was written to."""
-        written = version_of(text) if isinstance(text, torch.Tensor) else 0
-        if text is not self._text or written != self._written:
+        """Another number for another tensor, or one that was written to.
+
+        Under inference mode torch counts no writes, and this waits for a GPU.
+        """
+        if not self._watches_prompt or not isinstance(text, torch.Tensor):
+            return 0
+        written = version_of(text)
+        is_same = text is self._text and written == self._written
+        if not is_same or (self._values is not None and not torch.equal(text, self._values)):
             self._text, self._written = text, written
+            self._values = text.clone() if written < 0 else None
             self._prompts += 1
         return self._prompts
 
