@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from onediff_ext.pictures.skipped import SkipReport
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.2
 # Of the processing object: what changes pictures, and the values with which it does not, or which
 # the page always sends.
 _RARELY_SET: dict[str, tuple[object, ...]] = {
@@ -166,6 +168,7 @@ class HostDrawer(BatchDrawer[None]):
         self.batch_count = 0
         self.result = BatchResult()
         self.model: tuple[str, ...] | None = None
+        self._has_drawn = threading.Event()
 
     def settings_of(self, planned: PlannedPicture) -> dict[str, object]:
         """Return the host's settings that a result depends on."""
@@ -204,6 +207,7 @@ class HostDrawer(BatchDrawer[None]):
         job = self.host_job(batch)
         processed = self._process(job)
         self.model = model_of(job)
+        self._has_drawn.set()
         if self._state.skipped and not self._state.interrupted:
             self.result.skipped += len(batch.pictures)
         if self._state.interrupted or self._state.skipped or processed is None:
@@ -212,6 +216,20 @@ class HostDrawer(BatchDrawer[None]):
         drawn = self.drawn_batch(batch, processed.images[first:], processed.infotexts[first:])
         if drawn.pictures:
             yield drawn
+
+    def wait_for_model(self, is_wanted: Callable[[], bool]) -> bool:
+        """Wait until the host has drawn a batch, so that `model` is known.
+
+        Args:
+            is_wanted: Whether there is still something to draw.
+
+        Returns:
+            False when nothing is left to draw.
+        """
+        while not self._has_drawn.wait(_LOOK_S):
+            if not is_wanted():
+                return False
+        return True
 
     def drawn_batch(
         self, batch: BatchToDraw, images: Sequence[Any], infotexts: Sequence[str]

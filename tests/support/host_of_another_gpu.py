@@ -4,8 +4,8 @@
 
 WAY: "draws", "dies" in its first job, "fails" in each job, "exits" in each with an exception that
 is no `Exception`, "answers with a lock", which cannot be sent, "waits" in each until it is
-interrupted, "hangs" in each, "another model", "other scripts", "ends" before it is ready, or
-"never ready".
+interrupted, "is interrupted" by an extension, "hangs" in each, "another model", "other scripts",
+"ends" before it is ready, or "never ready".
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def main(way: str) -> None:
             raise SystemExit("no more")
         if way == "hangs":
             time.sleep(600)
+        if way == "is interrupted":
+            state.interrupt()
         p.sd_model_name = "another" if way == "another model" else "a"
         while way == "waits" and not state.interrupted:
             time.sleep(0.01)

@@ -63,6 +63,7 @@ def test_another_process_draws_with_the_jobs_values_and_the_hosts_options() -> N
         ("fails", "no memory$"),
         ("exits", "no more$"),
         ("answers with a lock", "cannot pickle"),
+        ("is interrupted", "its job was interrupted$"),
     ],
 )
 def test_a_job_that_is_not_drawn_there_is_an_error(way: str, said: str) -> None:
@@ -281,7 +282,8 @@ def test_an_interrupt_that_comes_before_the_job_begins_counts(host: Any) -> None
     message = Draw({"seed": [1], "override_settings": {}}, (), "")
     assert worker._drawn(message).images == [False]
     worker._interrupt()
-    assert worker._drawn(message).images == [True]
+    with pytest.raises(DrawerLostError, match="interrupted"):
+        worker._drawn(message)
 
 
 @pytest.mark.parametrize("connects", ["late", "never", "in the middle"])

@@ -50,7 +50,7 @@ def run(
         monkeypatch.setattr(drawer.OtherGPUDrawer, "on_lost", lambda *a: (drew.set(), lose(*a)))
 
         def process(job: Any) -> Any:
-            assert not further or drew.wait(60.0)
+            assert not further or not jobs or drew.wait(60.0)
             jobs.append(job)
             job.sd_model_name = "a"
             images = [ImageOps.invert(image) for image in job.init_images]
@@ -99,6 +99,38 @@ def test_the_host_draws_what_others_cannot(run: Any, way: str, said: str) -> Non
     assert said in result.summary()
 
 
+def test_nothing_is_drawn_there_before_the_hosts_model_is_known(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's first batch takes longer than the start of a process with another model."""
+    from onediff_ext.webui import batch_job
+    from onediff_ext.webui.other_gpus import drawer, host_process
+
+    is_ready, has_written = threading.Event(), threading.Event()
+    start, write = host_process.HostProcess.start, drawer.OtherGPUDrawer.on_written
+    draw = batch_job.HostDrawer.draw
+
+    def started(process: Any, is_wanted: Any) -> Any:
+        layout = start(process, is_wanted)
+        is_ready.set()
+        return layout
+
+    def drawn(one: Any, batch: Any) -> Any:
+        if batch.number == 1:
+            assert is_ready.wait(60.0)
+            assert not has_written.wait(1.0)
+        yield from draw(one, batch)
+
+    monkeypatch.setattr(host_process.HostProcess, "start", started)
+    monkeypatch.setattr(
+        drawer.OtherGPUDrawer, "on_written", lambda *a: (has_written.set(), write(*a))
+    )
+    monkeypatch.setattr(batch_job.HostDrawer, "draw", drawn)
+    result, jobs = run("another model", 1)
+    assert len(jobs) == 6
+    assert "process 2 stopped drawing: the WebUI there draws with another model" in result.summary()
+
+
 def test_one_gpu_starts_no_process(run: Any) -> None:
     result, jobs = run("no such way", 0)
     assert len(jobs) == 6
@@ -114,6 +146,7 @@ def test_another_model_there_is_not_used(host: Any) -> None:
     drawer = SimpleNamespace(
         host_job=lambda batch: job_of(Image.new("RGB", (8, 8))),
         is_interrupted=lambda: False,
+        wait_for_model=lambda is_wanted: is_wanted(),
         model=model_of(SimpleNamespace(sd_model_name="a")),
     )
     other: Any = OtherGPUDrawer("GPU 1", drawer, process, SCRIPTS, "b")  # type: ignore[arg-type]

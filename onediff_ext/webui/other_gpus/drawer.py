@@ -72,7 +72,8 @@ class OtherGPUDrawer(FurtherDrawer[None]):
         layout = self._process.start(is_wanted)
         if layout is not None and layout != self._layout:
             raise DrawerLostError("the WebUI there has other scripts")
-        return layout is not None
+        # It draws nothing before the host's model is known: a folder's pictures have one model.
+        return layout is not None and self._drawer.wait_for_model(is_wanted)
 
     def is_stopped(self) -> bool:
         return self._drawer.is_stopped()
@@ -82,7 +83,7 @@ class OtherGPUDrawer(FurtherDrawer[None]):
         answer = self._process.draw(message, self._drawer.is_interrupted)
         if answer is None:
             return
-        if self._drawer.model not in (None, answer.model):
+        if answer.model != self._drawer.model:
             raise DrawerLostError(f"the WebUI there draws with another model: {answer.model}")
         drawn = self._drawer.drawn_batch(batch, answer.images, answer.infotexts)
         if drawn.pictures:

@@ -13,6 +13,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from onediff_ext.core.words import first_line
+from onediff_ext.pictures.batch.batch_drawer import DrawerLostError
 from onediff_ext.webui import extension
 from onediff_ext.webui.batch_job import model_of
 from onediff_ext.webui.other_gpus.host_job import made_again, script_layout
@@ -111,6 +112,9 @@ class Worker:
                     shared.state.interrupt()
                 try:
                     processed = draw_seeded(p)
+                    if processed is None or shared.state.interrupted or shared.state.skipped:
+                        # As in the host: half-drawn images are not results.
+                        raise DrawerLostError("its job was interrupted")
                 finally:
                     shared.state.end()
                 model = model_of(p)
