@@ -84,12 +84,20 @@ def interrupted_callback(world: World, random: Random) -> None:
 
 
 @feature(
-    lambda w: w.is_unet and not (w.on_gpu or w.counts_calls) and w.session is not None,
+    lambda w: (
+        w.is_unet
+        and not (w.on_gpu or w.counts_calls or "deepcache" in w.on)
+        and w.session is not None
+    ),
     weight=2,
     then=("images_see_each_other_on",),
 )
 def no_memory_for_batches(world: World, random: Random) -> Callable[[], None]:
-    """Few images of ours find room at once: halves are drawn, or the error is seen."""
+    """Few images of ours find room at once: halves are drawn, or the error is seen.
+
+    Not with DeepCache, which keeps no features of halves: every call is whole then, and the twin's
+    are not.
+    """
     world.most_images, world.picture.batch, world.picture.guidance = 2, 2, 3.0
 
     def off() -> None:

@@ -132,7 +132,11 @@ def collect(world: World, random: Random) -> None:
         torch.cuda.empty_cache()
 
 
-@feature(lambda w: w.is_unet and "ip_adapter" not in w.on and not w.adapters)
+@feature(
+    lambda w: (
+        w.is_unet and not {"ip_adapter", "no_memory_for_batches"} & w.on.keys() and not w.adapters
+    )
+)
 def deepcache(world: World, random: Random) -> Callable[[], None]:
     interval = random.choice((2, 3))
     pipes = world.both
