@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -168,7 +168,6 @@ class HostDrawer(BatchDrawer[None]):
         self.batch_count = 0
         self.result = BatchResult()
         self.model: tuple[str, ...] | None = None
-        self._has_drawn = threading.Event()
 
     def settings_of(self, planned: PlannedPicture) -> dict[str, object]:
         """Return the host's settings that a result depends on."""
@@ -207,7 +206,6 @@ class HostDrawer(BatchDrawer[None]):
         job = self.host_job(batch)
         processed = self._process(job)
         self.model = model_of(job)
-        self._has_drawn.set()
         if self._state.skipped and not self._state.interrupted:
             self.result.skipped += len(batch.pictures)
         if self._state.interrupted or self._state.skipped or processed is None:
@@ -226,9 +224,10 @@ class HostDrawer(BatchDrawer[None]):
         Returns:
             False when nothing is left to draw.
         """
-        while not self._has_drawn.wait(_LOOK_S):
+        while self.model is None:
             if not is_wanted():
                 return False
+            time.sleep(_LOOK_S)
         return True
 
     def drawn_batch(

@@ -25,15 +25,14 @@ def bring_to_gpu(module: nn.Module) -> None:
 def moved_models(model: nn.Module | None) -> list[nn.Module]:
     """Return what the host moves as a whole; nothing without these options.
 
-    Where the host says that it moves nothing, no module is looked at: 2,000 took 3 ms of each
-    picture.
+    It is asked for each picture. Where the host says that it moves nothing, no module is looked at.
 
     Args:
         model: The host's model, of which these are parts; None before it is loaded.
     """
-    found: dict[nn.Module, None] = {}
     if model is None or not getattr(model, "lowvram", True):
         return []
+    found: dict[nn.Module, None] = {}
     for module in model.modules():
         for hook in _moving_hooks(module):
             found.setdefault(_moved_by(hook, module))

@@ -33,6 +33,7 @@ from onediff_ext.hosts.diffusers.deepcache_timesteps import (
     whole_schedule,
 )
 from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet, distilled_reason
+from onediff_ext.hosts.diffusers.denoiser import denoiser_of
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +190,7 @@ def lifted(pipe: object) -> Iterator[None]:
     DeepCache has to be the outermost wrapper: a CUDA graph must not contain its decisions. So have
     the forwards of pictures with guidance steps, which stand around it.
     """
-    unet = getattr(pipe, "unet", None)
-    with lifted_from(getattr(pipe, "transformer", None) if unet is None else unet):
+    with lifted_from(denoiser_of(pipe)):
         yield
 
 

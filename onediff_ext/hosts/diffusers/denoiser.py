@@ -6,9 +6,9 @@ from typing import Any
 
 
 def denoiser_of(pipe: Any) -> Any:
-    """Return a pipeline's UNet or transformer."""
+    """Return a pipeline's UNet or transformer, or None."""
     unet = getattr(pipe, "unet", None)
-    return pipe.transformer if unet is None else unet
+    return getattr(pipe, "transformer", None) if unet is None else unet
 
 
 def takes_guidance(model: Any) -> bool:
